@@ -15,9 +15,6 @@ usable_isas: tuple[str, ...]
 
 _Ref = tuple[int, int]
 
-def most_threads() -> int:
-    """Threads that an operation may have, by OMP_NUM_THREADS and this process's processors; 1 without OpenMP."""
-
 def orthonormal_rows(given: int, out: int, rows: int, columns: int, seed: int) -> None:
     """Orthonormal rows that span the given ones (qccl.torch.factors), at addresses of float32."""
 

@@ -347,14 +347,14 @@ class Collectives:
         self._memory.streams(how["stream"], ())
         spec.check_counts(by_name, self.rank, self.size)
         check_key(spec.codec, how["key"])
-        spec, binding, bound = session.bind(spec, by_name, how["key"])
+        spec, compiled, bound = session.bind(spec, by_name, how["key"], self._programs.get)
         values = list(dict.fromkeys(by_name.values()))
         bare = {each: replace(each, array=None, view=None, owner=None) for each in values}
         of_tensors = [(number, array) for number, array in enumerate(arrays) if is_tensor(array)]
         checked: list[tuple[int | None, Values]] = [(None, bare[each]) for each in values if each.array is None]
         checked += [(number, bare[each]) for number, array in of_tensors for each in values if each.array is array]
         prepared = _Prepared(
-            self._programs.get(spec, in_place=binding.in_place),
+            compiled,
             bound,
             request,
             tuple(checked),

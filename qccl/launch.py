@@ -246,7 +246,7 @@ def _on_gpus(
     Each says what keeps it from a GPU, so that all do the same.
     """
     from qccl.communicator import Communicator
-    from qccl.cuda.nccl import get_unique_id
+    from qccl.cuda.nccl import agreed_id
 
     if any(offer.no_gpu for offer in offers):
         return None
@@ -264,7 +264,7 @@ def _on_gpus(
         reason = str(error).partition("\n")[0]
     kind, text = _verdict(meeting.gather(_note(must, reason), setup))
     if kind == _YES:
-        unique_id = meeting.gather(get_unique_id() if meeting.rank == 0 else b"", setup)[0]
+        unique_id = agreed_id(meeting.rank, lambda note: meeting.gather(note, setup))
         return Communicator(unique_id, meeting.rank, meeting.size, timeout=timeout, device=chosen)
     if must:
         raise EngineError(text)

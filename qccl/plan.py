@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the plan alone holds: its workspace, and on CUDA its tables."""
+        """Bytes of memory that the plan alone holds: on the host a workspace, on CUDA tables and pinned memory."""
         return sum(compiled.nbytes for compiled in self._compiled.values())
 
     @guarded
@@ -113,17 +113,18 @@ class Plan:
     @guarded
     def _prepare(self, arrays: Mapping[str, Values], result: Any, key: str | None) -> _Arrays:
         """The arrays of later runs, whose element types and counts were checked."""
-        spec, binding, bound = self._session.bind(self.spec, arrays, key)
-        compiled = self._compiled.get((spec, binding.in_place))
-        if compiled is None:
-            session = self._session
-            place = session.rank, session.size
-            compiled = Compiled(session.engine, place, spec, in_place=binding.in_place)
-            self._compiled[spec, binding.in_place] = compiled
+        _, compiled, bound = self._session.bind(self.spec, arrays, key, self._programs)
         values = tuple(dict.fromkeys(arrays.values()))
         tensors, objects = tuple(filter(_is_tensor, values)), tuple(each.array for each in values)
         offset = self._session.numbers.offset
         return _Arrays(arrays, tensors, objects, result, compiled, bound, Request(key=key), offset)
+
+    def _programs(self, spec: CollectiveSpec, *, in_place: bool) -> Compiled:
+        session = self._session
+        if (spec, in_place) not in self._compiled:
+            place = session.rank, session.size
+            self._compiled[spec, in_place] = Compiled(session.engine, place, spec, in_place=in_place)
+        return self._compiled[spec, in_place]
 
     def start(
         self,

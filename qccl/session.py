@@ -9,7 +9,7 @@ from threading import get_ident
 from typing import Protocol, TypeVar
 
 from qccl.arrays import Values
-from qccl.collectives import Binding, CollectiveSpec
+from qccl.collectives import CollectiveSpec
 from qccl.engine.base import Backend, Bound, Execution, Request
 from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError, forked, gave_up
 from qccl.guard import Mark, abandoned, is_guard, is_inside
@@ -31,6 +31,13 @@ class Started(Protocol):
 
     def _begin(self, execution: Execution) -> None:
         """The call has begun, or is queued."""
+
+
+class Programs(Protocol):
+    """Where the programs of a collective come from, which may compile them."""
+
+    def __call__(self, spec: CollectiveSpec, *, in_place: bool) -> Compiled:
+        """The programs."""
 
 
 class Session:
@@ -122,24 +129,29 @@ class Session:
             unsettled[thread] = before
 
     def bind(
-        self, spec: CollectiveSpec, arrays: Mapping[str, Values], key: str | None
-    ) -> tuple[CollectiveSpec, Binding, Bound]:
+        self, spec: CollectiveSpec, arrays: Mapping[str, Values], key: str | None, programs: Programs
+    ) -> tuple[CollectiveSpec, Compiled, Bound]:
         """Check how a call's arrays lie in memory; the spec with the order of their elements, and what its runs need.
 
         Collective on CUDA, where the ranks compare each new call, and make the groups that it needs: raises
-        MismatchError if theirs differ.
+        MismatchError if theirs differ, and on all ranks EngineError if ``programs`` raises an error on one.
         """
         order = spec.order_of(arrays)
         if order != spec.order:
             spec = replace(spec, order=order)
         binding = spec.bind(arrays, self.rank, self.size)
         text, pairs = self.text_of(spec), spec.pairs(self.rank, self.size)
+        try:
+            compiled = programs(spec, in_place=binding.in_place)
+        except QcclError as error:  # the other ranks would make the call, and wait for this one
+            self.check_consistent(text, pairs, str(error))
+            raise
         self.check_consistent(text, pairs)
         if groups := spec.native_groups():
             self._with_mark(lambda: self.engine.make_groups(groups))
         if key is not None and spec.codec.state_names:
             text = f"{text}, key={key!r}"
-        return spec, binding, Bound(binding.addresses, text, pairs)
+        return spec, compiled, Bound(binding.addresses, text, pairs)
 
     def _with_state(
         self, key: str, compiled: Compiled, bound: Bound, lr: float | None, kept: object
@@ -169,20 +181,26 @@ class Session:
             self.engine.check(self.engine.timeout)  # if the group has failed meanwhile, its failure says why
             raise
 
-    def check_consistent(self, text: str, pairs: tuple[str, ...]) -> None:
-        """Collective on engines that do not compare every call (CUDA): raise MismatchError if this one differs."""
-        self._with_mark(lambda: self.engine.check_consistent(text, pairs))
+    def check_consistent(self, text: str, pairs: tuple[str, ...], refusal: str = "") -> None:
+        """Collective on engines that do not compare every call (CUDA): raise MismatchError if this one differs.
 
-    def _with_mark(self, act: Callable[[], None]) -> None:
+        ``refusal``: why this rank cannot make the call. Then the others raise EngineError. The group remains usable.
+        """
+        found = self._with_mark(lambda: self.engine.check_consistent(text, pairs, refusal))
+        if found and not refusal:
+            raise EngineError(found)
+
+    def _with_mark(self, act: Callable[[], _T]) -> _T:
         """Collective: an exception during ``act`` ends the group, because other ranks may go on without this one."""
         before = self.unsettle(self.numbers.calls)
         try:
-            act()
+            result = act()
         except QcclError as error:
             self.fail(error)
             self.settle(before)
             raise
         self.settle(before)
+        return result
 
     def text_of(self, spec: CollectiveSpec) -> str:
         """What the ranks compare, with the offset of the call numbers if the codec draws random numbers."""

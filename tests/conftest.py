@@ -23,7 +23,7 @@ def pytest_collection() -> None:
 
 
 #: markers of tests that run only where -m names the marker, because they take too long for every change
-_ON_REQUEST = ("every_arch", "every_size", "every_interruption", "every_trainer")
+_ON_REQUEST = ("every_arch", "every_size", "every_interruption", "every_wheel", "every_trainer")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -47,7 +47,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test ends within its time: 120 s, or more by its marker; longer if the machine is busy."""
-    limits = {"slow": 1000, "lab": 1000, "every_size": 1000, "every_interruption": 4000}
+    limits = {"slow": 1000, "lab": 1000, "every_size": 1000, "every_interruption": 4000, "every_wheel": 4000}
     seconds = max((limits[name] for name in limits if request.node.get_closest_marker(name)), default=120)
     seconds *= patience.factor()
     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)

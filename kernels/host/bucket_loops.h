@@ -92,7 +92,7 @@ class Total {
 QCCL_LOOP static inline void add_momentum(const StateArgs& state, u64 first, const float* own, u32 n, float* to) {
   const float *old = state.momentum + first, mu = state.mu;
   float* next = state.new_momentum + first;
-#pragma GCC ivdep
+  QCCL_INDEPENDENT
   for (u32 i = 0; i < n; ++i) {
     const float x = own[i], m = next_momentum(mu, old[i], x);
     next[i] = finite_or_zero(m);

@@ -1,7 +1,6 @@
 #include "call_table.h"
 
 #include <cstdint>
-#include <cstring>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -40,7 +39,10 @@ const NumpyArray* as_numpy(nb::handle object) {
   PyTypeObject* const type = Py_TYPE(object.ptr());
   auto* const array = reinterpret_cast<const NumpyArray*>(object.ptr());
   if (type == known) return array;
-  if (known || is_other || std::strcmp(type->tp_name, "numpy.ndarray")) return nullptr;
+  if (known || is_other) return nullptr;
+  const nb::object name = nb::steal(PyType_GetName(type));
+  if (!name.is_valid()) nb::raise_python_error();
+  if (PyUnicode_CompareWithASCIIString(name.ptr(), "ndarray")) return nullptr;
   const nb::object module = nb::steal(PyImport_GetModule(nb::str("numpy").ptr()));
   if (!module.is_valid() || !module.attr("ndarray").is(nb::handle(reinterpret_cast<PyObject*>(type)))) return nullptr;
   const nb::tuple shape = nb::cast<nb::tuple>(object.attr("shape")), strides = nb::cast<nb::tuple>(object.attr("strides"));
@@ -81,9 +83,10 @@ struct Key {
     }
     if (is_list && is_element) return false;
     if (is_list) {  // its elements are compared, so that it may change later
-      words.push_back(static_cast<std::uint64_t>(PySequence_Fast_GET_SIZE(value)));
-      for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i)
-        if (!add_option(PySequence_Fast_GET_ITEM(value, i), constant, true)) return false;
+      const nb::sequence elements = nb::borrow<nb::sequence>(value);
+      words.push_back(nb::len(elements));
+      for (const nb::handle element : elements)
+        if (!add_option(element.ptr(), constant, true)) return false;
       return true;
     }
     if (value != Py_None && type != &PyUnicode_Type && type != &PyLong_Type && type != &PyBool_Type &&
@@ -110,7 +113,7 @@ struct Key {
   }
 
   void add_numpy(const NumpyArray& array) {
-    add_pointer(Py_TYPE(&array));
+    add_pointer(Py_TYPE(const_cast<PyObject*>(&array.ob_base)));
     add_pointer(array.data);
     add_pointer(array.dtype);
     words.push_back(static_cast<std::uint64_t>(array.flags & NumpyArray::kWriteable));

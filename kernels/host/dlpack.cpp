@@ -61,9 +61,11 @@ constexpr std::uint32_t kDlpackMajor = 1, kDlpackMinor = 1;
 
 const ExchangeFunctions* exchange_functions(PyTypeObject* type) {
   static PyObject* const name = PyUnicode_InternFromString("__dlpack_c_exchange_api__");
-  PyObject* const capsule = _PyType_Lookup(type, name);  // unlike getattr(), it raises nothing for types without it
-  if (!capsule || !PyCapsule_IsValid(capsule, "dlpack_exchange_api")) return nullptr;
-  const auto* found = static_cast<const ExchangeFunctions*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  const nb::handle owner(reinterpret_cast<PyObject*>(type));
+  if (!nb::hasattr(owner, name)) return nullptr;  // takes less time than an AttributeError
+  const nb::object capsule = nb::getattr(owner, name);
+  if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return nullptr;
+  const auto* found = static_cast<const ExchangeFunctions*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   return found->major == kDlpackMajor && found->describe ? found : nullptr;
 }
 
@@ -124,7 +126,7 @@ nb::tuple per_axis(const View& view, Get get) {
   PyObject* values = PyTuple_New(static_cast<Py_ssize_t>(view.array.ndim()));
   if (!values) nb::raise_python_error();
   for (std::size_t i = 0; i < view.array.ndim(); ++i)
-    PyTuple_SET_ITEM(values, static_cast<Py_ssize_t>(i), nb::cast(get(i)).release().ptr());
+    PyTuple_SetItem(values, static_cast<Py_ssize_t>(i), nb::cast(get(i)).release().ptr());
   return nb::steal<nb::tuple>(values);
 }
 

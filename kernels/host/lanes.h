@@ -18,6 +18,13 @@
 // For a function that is a loop: keeps the compiler from copying it into each caller.
 #define QCCL_LOOP __attribute__((noinline))
 
+// Before a loop whose iterations may run in any order, although the compiler cannot see it: it then uses vectors.
+#if defined(__clang__)
+#define QCCL_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define QCCL_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
 namespace QCCL_NAMESPACE {
 
 constexpr u32 kLanes = 16;

@@ -17,7 +17,6 @@
 #include "factors.h"
 #include "mappings.h"
 #include "operations.h"
-#include "threads.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -143,7 +142,6 @@ NB_MODULE(_host, m) {
   m.def("memcpy", &copy, "dst"_a, "src"_a, "nbytes"_a, Release(), "Copy between addresses; they may not overlap.");
   m.def("may_access", &qccl::may_access, "address"_a, "nbytes"_a, "writes"_a);
   m.def("forget_mappings", &qccl::forget_mappings);
-  m.def("most_threads", &qccl::most_threads, "Threads that an operation may have, by OMP_NUM_THREADS and processors.");
   m.attr("isa") = qccl::loops().name;
   nb::list usable;
   for (const qccl::Isa* isa : qccl::usable_isas()) usable.append(isa->name);

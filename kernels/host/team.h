@@ -114,7 +114,7 @@ class HostTeam {
     i32 first = 0;
     for (; (i32)n - first >= kStage && from + (first + kStage) / 8 * Bits + 16 <= limit_; first += kStage) {
       for (i32 j = 0; j < kStage; j += kLanes) store_lanes(load_codes<Bits>(from + (first + j) / 8 * Bits), codes + j);
-#pragma GCC ivdep
+      QCCL_INDEPENDENT
       for (i32 j = 0; j < kStage; ++j) take(first + j, (u32)codes[j]);
     }
     for (; first < (i32)n; first += kStage) {
@@ -144,7 +144,7 @@ class HostTeam {
     for (i32 first = 0; first < (i32)n; first += kStage) {
       const i32 size = (i32)n - first < kStage ? (i32)n - first : kStage;
       __builtin_memcpy(halves, from + 2 * first, (u64)size * sizeof halves[0]);
-#pragma GCC ivdep
+      QCCL_INDEPENDENT
       for (i32 j = 0; j < size; ++j) take(first + j, halves[j]);
     }
   }

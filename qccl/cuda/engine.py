@@ -43,7 +43,7 @@ from qccl.engine.base import Bound, Numbers, Progress, Request
 from qccl.engine.checks import check_addresses
 from qccl.engine.control import Header, Kind
 from qccl.engine.records import CallRecord
-from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost, QcclError, gave_up
+from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError, gave_up
 from qccl.lifetime import Registry, Stage
 from qccl.schedule import Queue, Schedule
 from qccl.transports.base import DeviceTransport
@@ -174,12 +174,14 @@ class CudaEngine:
         self._check_usable()
         header = Header(Kind.CALL, self.numbers.sequence, text)
         self.numbers.sequence += 1
-        self._consistency.compare(header, self.timeout)
+        if refused := self._consistency.compare(header, self.timeout):
+            raise EngineError(refused)
 
-    def check_consistent(self, text: str, pairs: tuple[str, ...]) -> None:
-        """Collective on the first use of a text: raise MismatchError unless all ranks mean the same call."""
+    def check_consistent(self, text: str, pairs: tuple[str, ...], refusal: str = "") -> str:
+        """Collective until the ranks have agreed on a text; see engine.base.Engine."""
         self._check_usable()
-        self._consistency.compare_once(Header(Kind.CALL, self.numbers.sequence, text, pairs), self.timeout)
+        header = Header(Kind.CALL, self.numbers.sequence, text, pairs)
+        return self._consistency.compare_once(header, self.timeout, refusal)
 
     def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
         """Collective: split the NCCL communicator by groups of ranks, where that was not done before."""

@@ -47,9 +47,10 @@ from qccl.cuda.workspace import RESERVED_NBYTES
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError
 from qccl.transports.base import Call, DeviceTransfer, DeviceTransport, Transport, split_groups
+from qccl.transports.strangers import printable
 from qccl.transports.topology import find_topology, machine
 
-__all__ = ["NcclTransport", "get_unique_id"]
+__all__ = ["NcclTransport", "agreed_id", "get_unique_id"]
 
 
 _UINT8 = 1
@@ -59,6 +60,8 @@ _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _ABORT_SECONDS = 5.0
 _IN_PROGRESS = 7
 _ALIGNMENT = 64
+#: of a group's id, and of what a rank says before there is one: the id, or a reason
+_ID_NBYTES, _NOTE_NBYTES = 128, 1024
 _log = logging.getLogger("qccl")
 _T = TypeVar("_T")
 
@@ -75,6 +78,28 @@ def get_unique_id() -> bytes:
         if ours is None:
             raise
         raise with_reason(ours) from error
+
+
+def agreed_id(rank: int, gather: Callable[[bytes], Sequence[bytes]], reason: str = "") -> bytes:
+    """Collective: a new group's id, which rank 0 makes. No rank waits for one that cannot take part.
+
+    ``gather`` returns the notes of all ranks, or of rank 0 alone; all notes have one length. ``reason`` says why this
+    rank cannot take part, if so. Then, and if rank 0 can make no id, all raise EngineError.
+    """
+    found, own = b"", None
+    if rank == 0 and not reason:
+        try:
+            found = get_unique_id()
+        except Exception as error:
+            reason, own = str(error) or type(error).__name__, error
+    note = b"-" + reason.encode() if reason else b"+" + found
+    notes = gather(note[:_NOTE_NBYTES].ljust(_NOTE_NBYTES, b"\0"))
+    if own is not None:
+        raise own
+    for other, each in enumerate(notes):
+        if not each.startswith(b"+"):
+            raise EngineError(f"rank {other}: {printable(each[1:].rstrip(bytes(1)))}")
+    return notes[0][1 : 1 + _ID_NBYTES]
 
 
 class NcclTransport(DeviceTransport):
@@ -118,7 +143,7 @@ class NcclTransport(DeviceTransport):
     ) -> NcclTransport:  # fmt: skip
         """Collective: rank ``rank`` of ``size``; ``device`` None means the current one."""
         gpu = cuda_libraries()
-        if not isinstance(unique_id, bytes) or len(unique_id) != 128:
+        if not isinstance(unique_id, bytes) or len(unique_id) != _ID_NBYTES:
             raise ArgumentError(
                 "unique_id must be the 128 bytes that qccl.get_unique_id() returned on one of the ranks"
             )
@@ -137,16 +162,13 @@ class NcclTransport(DeviceTransport):
 
         If a rank has no GPU, all ranks raise EngineError with that rank's reason, and the caller still owns the group.
         """
+        chosen, reason = None, ""
         try:
             chosen = pick_device(device, group.local_rank)
-            item = b"+" + (get_unique_id() if group.rank == 0 else b"")
         except QcclError as error:
-            item = b"-" + str(error).encode()
-        items = group.allgather(item, timeout)
-        for rank, each in enumerate(items):
-            if each.startswith(b"-"):
-                raise EngineError(f"rank {rank}: {each[1:].decode()}")
-        made = cls.from_unique_id(items[0][1:], group.rank, group.size, chosen, timeout)
+            reason = str(error)
+        unique_id = agreed_id(group.rank, lambda note: group.allgather(note, timeout), reason)
+        made = cls.from_unique_id(unique_id, group.rank, group.size, chosen, timeout)
         made.host = group
         return made
 
@@ -166,7 +188,7 @@ class NcclTransport(DeviceTransport):
             raise ArgumentError(
                 f"rank {rank} of {size} was given, but the communicator says rank {found[0]} of {found[1]}"
             )
-        unique_id = _broadcast_id(given, rank, device, timeout)
+        unique_id = agreed_id(rank, lambda note: [_broadcast(given, note, device, timeout)])
         return cls.from_unique_id(unique_id, rank, size, device, timeout)
 
     @classmethod
@@ -176,10 +198,13 @@ class NcclTransport(DeviceTransport):
         import torch.distributed as dist
 
         rank, size, device = dist.get_rank(group), dist.get_world_size(group), torch.cuda.current_device()
-        content = list(get_unique_id()) if rank == 0 else [0] * 128
-        message = torch.tensor(content, dtype=torch.uint8, device=f"cuda:{device}")
-        dist.broadcast(message, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
-        return cls.from_unique_id(bytes(message.tolist()), rank, size, device, timeout)
+
+        def broadcast(note: bytes) -> list[bytes]:
+            message = torch.tensor(list(note), dtype=torch.uint8, device=f"cuda:{device}")
+            dist.broadcast(message, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+            return [bytes(message.tolist())]
+
+        return cls.from_unique_id(agreed_id(rank, broadcast), rank, size, device, timeout)
 
     # -- transfers ---------------------------------------------------------------------------------------------------
 
@@ -239,8 +264,12 @@ class NcclTransport(DeviceTransport):
         """Allocate and register. An error of the registration is no reason to go on without: see nccl_memory.py."""
         self._check_alive()
         memory = NcclMemory(self.device, nbytes)
-        for comm in self._comms:
-            self._register(memory, comm)
+        try:
+            for comm in self._comms:
+                self._register(memory, comm)
+        except BaseException:
+            memory.free()
+            raise
         self._memories.append(memory)
         return memory
 
@@ -444,21 +473,21 @@ class _BareCommunicator:
         call("ncclBroadcast", *pointers, *types, self._pointer, ctypes.c_void_p(stream))
 
 
-def _broadcast_id(comm: Any, rank: int, device: int, timeout: float) -> bytes:
-    """A new unique id, which rank 0 makes and broadcasts on ``comm``."""
-    gpu = cuda_libraries()
+def _broadcast(comm: Any, note: bytes, device: int, timeout: float) -> bytes:
+    """The note of rank 0, which must have the same length on all ranks."""
+    gpu, nbytes = cuda_libraries(), len(note)
 
     def broadcast() -> bytes:
         cuda = gpu.cupy.cuda
         stream = cuda.Stream(non_blocking=True)
         with stream:
-            memory = cuda.alloc(128)
-        host = cuda.alloc_pinned_memory(128)
-        ctypes.memmove(host.ptr, get_unique_id() if rank == 0 else bytes(128), 128)
-        gpu.runtime.memcpyAsync(memory.ptr, host.ptr, 128, _HOST_TO_DEVICE, stream.ptr)
-        comm.broadcast(memory.ptr, memory.ptr, 128, _UINT8, 0, stream.ptr)
-        gpu.runtime.memcpyAsync(host.ptr, memory.ptr, 128, _DEVICE_TO_HOST, stream.ptr)
+            memory = cuda.alloc(nbytes)
+        host = cuda.alloc_pinned_memory(nbytes)
+        ctypes.memmove(host.ptr, note, nbytes)
+        gpu.runtime.memcpyAsync(memory.ptr, host.ptr, nbytes, _HOST_TO_DEVICE, stream.ptr)
+        comm.broadcast(memory.ptr, memory.ptr, nbytes, _UINT8, 0, stream.ptr)
+        gpu.runtime.memcpyAsync(host.ptr, memory.ptr, nbytes, _DEVICE_TO_HOST, stream.ptr)
         stream.synchronize()
-        return ctypes.string_at(host.ptr, 128)
+        return ctypes.string_at(host.ptr, nbytes)
 
     return _set_up(device, timeout, "the broadcast on the given communicator", broadcast)

@@ -59,11 +59,17 @@ class NcclMemory:
         handle = ctypes.c_void_p()
         arguments = ctypes.c_void_p(self.ptr), ctypes.c_size_t(self.nbytes), ctypes.byref(handle)
         call("ncclCommRegister", ctypes.c_void_p(comm.comm), *arguments)
+        if not handle.value:  # NCCL calls it a success
+            raise EngineError("NCCL registers no memory here, as NCCL_LOCAL_REGISTER=0 tells it")
         self._registered.append((comm, handle))
 
     def deregister(self) -> None:
         """Deregister it everywhere, when no transfer uses it and the communicators still live."""
         _deregister(self._registered)
+
+    def free(self) -> None:
+        """Deregister and free it now, because no transfer has used it."""
+        self._free()
 
     def keep(self) -> None:
         """Never free it, because the GPU or a peer may still use it. Aborted communicators forget it themselves."""

@@ -6,8 +6,8 @@ however many calls are under way. Nothing in it is expected to survive a run. La
 in their arguments, and so have CUDA graphs. So a block never moves, and is not freed before the communicator ends.
 
 The first block is taken when the communicator is made, before other libraries have taken the memory. A plan that needs
-more makes a second block, at least twice as large, for itself and for later plans. So all earlier blocks together are
-smaller than the last one.
+more makes a second block for itself and for later plans, at least twice as large if the GPU has room for that. Then
+all earlier blocks together are smaller than the last one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Workspace:
     """Blocks of memory, of which plans use the last one that was there when they were made."""
 
     def __init__(self, device: Device, transport: DeviceTransport, lock: threading.RLock) -> None:
-        """``lock`` is held while calls are put on streams: NCCL allows no registration meanwhile."""
+        """``lock``: a thread that aborts NCCL waits for it."""
         self._device, self._transport, self._lock = device, transport, lock
         self._blocks: list[tuple[Any, int]] = []
         if transport.reserved is not None:
@@ -47,7 +47,12 @@ class Workspace:
         """
         last = self._blocks[-1][1] if self._blocks else 0
         if nbytes > last:
-            self._grow(max(nbytes, 2 * last))
+            try:
+                self._grow(max(nbytes, 2 * last))
+            except EngineError:
+                if nbytes >= 2 * last:
+                    raise
+                self._grow(nbytes)
         return self._blocks[-1][0] if self._blocks else None
 
     def release(self) -> None:

@@ -202,8 +202,12 @@ class Engine(Protocol):
     def barrier(self, text: str) -> None:
         """Collective: return when all ranks have made this call, which ``text`` describes. Raises as a run does."""
 
-    def check_consistent(self, text: str, pairs: tuple[str, ...]) -> None:
-        """Collective on the first use of a text, on engines that do not compare every call. Raises MismatchError."""
+    def check_consistent(self, text: str, pairs: tuple[str, ...], refusal: str = "") -> str:
+        """Collective until the ranks have agreed on a text, on engines that do not compare every call.
+
+        ``refusal``: why this rank cannot make the call. Returns which rank cannot, and why, or an empty text. Raises
+        MismatchError.
+        """
 
     def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
         """Collective on CUDA: prepare the library's collectives in groups of ranks, where that was not done before."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -190,8 +191,9 @@ class HostEngine:
         self.start(self._barrier, Bound({}, text), Request())
         self.numbers.calls = calls
 
-    def check_consistent(self, text: str, pairs: tuple[str, ...]) -> None:
+    def check_consistent(self, text: str, pairs: tuple[str, ...], refusal: str = "") -> str:
         """Nothing: the headers of every call are compared."""
+        return ""
 
     def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
         """Nothing: the host runs no collectives of a library."""
@@ -526,9 +528,11 @@ def _chunking(transport: Transport) -> ChunkPolicy:
 
 def _threads(local_size: int) -> int:
     """Threads for each of the machine's ``local_size`` ranks: OMP_NUM_THREADS, or the processors over the ranks."""
-    if "OMP_NUM_THREADS" in os.environ:
-        return _host.most_threads()
-    return max(1, len(os.sched_getaffinity(0)) // local_size) if _host.most_threads() > 1 else 1
+    # As in OpenMP, further numbers are for regions inside others, and what is no number from 1 does not count.
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if re.fullmatch("[0-9]{1,4}", first) and int(first):
+        return int(first)
+    return max(1, len(os.sched_getaffinity(0)) // local_size)
 
 
 def _forked(engine: HostEngine) -> None:

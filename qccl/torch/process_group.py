@@ -27,7 +27,7 @@ from qccl import codecs
 from qccl.arguments import CodecLike, count_of
 from qccl.codecs.base import Codec
 from qccl.communicator import Communicator
-from qccl.cuda.nccl import get_unique_id
+from qccl.cuda.nccl import agreed_id
 from qccl.errors import ArgumentError, CodecError, MismatchError
 from qccl.meetings import connect, of_store
 from qccl.transports.torch import keep_alive
@@ -331,7 +331,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         meeting = of_store(dist.PrefixStore(f"qccl/{device.type}", self._store), self.rank(), self.size())
         if device.type == "cpu":
             return Communicator._from_transport(connect(meeting, timeout), timeout)
-        unique_id = meeting.gather(get_unique_id() if meeting.rank == 0 else b"", timeout)[0]
+        unique_id = agreed_id(meeting.rank, lambda note: meeting.gather(note, timeout))
         return Communicator(unique_id, meeting.rank, meeting.size, timeout=timeout, device=device.index)
 
     def _call_each(

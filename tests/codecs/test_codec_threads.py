@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from codec_table import TABLE
 
+import qccl
 from qccl import _host, codecs, dtypes
 from qccl.codecs.base import Codec
 
@@ -16,8 +22,6 @@ _CODECS = [
     *(codecs.get(rows[0].spec) for rows in TABLE.values()),
     codecs.get("trellis"),
 ]
-
-pytestmark = pytest.mark.skipif(_host.most_threads() < 2, reason="no OpenMP, or OMP_NUM_THREADS is 1")
 
 
 def _run(codec: Codec, dtype: dtypes.DType, threads: int) -> list[bytes]:
@@ -51,3 +55,38 @@ def _run(codec: Codec, dtype: dtypes.DType, threads: int) -> list[bytes]:
 @pytest.mark.parametrize("codec", _CODECS, ids=lambda codec: codec.spec())
 def test_as_one_thread(codec: Codec, dtype: dtypes.DType) -> None:
     assert _run(codec, dtype, threads=3) == _run(codec, dtype, threads=1)
+
+
+def test_several_callers_share_the_helpers() -> None:
+    codec = codecs.get("minmax4")
+    expected = _run(codec, dtypes.FLOAT32, threads=1)
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(_run, codec, dtypes.FLOAT32, threads) for threads in (2, 3, 4, 5) * 4]
+        assert all(each.result(timeout=60) == expected for each in found)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_has_helpers_of_its_own() -> None:
+    codec = codecs.get("minmax4")
+    expected = _run(codec, dtypes.FLOAT32, threads=3)  # the parent has helpers by now
+    if (child := os.fork()) == 0:
+        os._exit(_run(codec, dtypes.FLOAT32, threads=3) != expected)
+    deadline = time.monotonic() + 30
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("the fork's operation did not end within 30 s")
+        time.sleep(0.01)
+    assert ended[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "threads"), [("3", 3), (" 4,2", 4), ("", None), ("0", None), ("-2", None), ("many", None)]
+)
+def test_the_threads_of_a_rank(setting: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no number from 1 does not count, as in OpenMP; then the ranks of a machine share its processors."""
+    monkeypatch.setenv("OMP_NUM_THREADS", setting)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
+    found = qccl.run_ranks(2, lambda comm: comm._session.engine.threads)
+    assert found == [threads or 4] * 2

@@ -141,6 +141,57 @@ def test_ranks_without_mpi_decide_together(cupy, monkeypatch):
         assert kind is qccl.MismatchError and "rank 1 called" in text and "rank 0 with" in text
 
 
+def _by_address(rank, size, place):
+    meeting = meetings.of_address("torchrun", rank, size, place)
+    with contextlib.closing(meeting):
+        offers = launch._offers(meeting, "cuda", None, 10.0)
+        return launch._on_gpus(meeting, offers, None, 10.0)
+
+
+def _by_store(rank, size, store):
+    torch, group = pytest.importorskip("torch"), pytest.importorskip("qccl.torch.process_group")
+    own = SimpleNamespace(rank=lambda: rank, size=lambda: size, _store=store)
+    return group.ProcessGroupQccl._connect(own, torch.device("cuda", rank), 10.0)
+
+
+@pytest.mark.parametrize("way", ["address", "store", "host group", "NCCL"])
+def test_no_rank_waits_where_rank_0_can_make_no_id(way, cupy, monkeypatch):
+    """Each raises rank 0's reason long before the set-up's time is over."""
+    from qccl.transports.loopback import LoopbackGroup
+
+    nccl = cupy.cuda.nccl
+    given, host, place = nccl.get_unique_id(), LoopbackGroup(2), None
+    if way == "address":
+        monkeypatch.setattr(rendezvous, "_number", lambda place, size, job: 1)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            place = probe.getsockname()
+    store = pytest.importorskip("torch").distributed.HashStore() if way == "store" else None
+
+    def refuse():
+        raise nccl.NcclError(2)
+
+    ways = {
+        "address": lambda rank: _by_address(rank, 2, place),
+        "store": lambda rank: _by_store(rank, 2, store),
+        "host group": lambda rank: importlib.import_module("qccl.cuda.nccl").NcclTransport.from_group(
+            host.transport(rank), None, 10.0
+        ),
+        "NCCL": lambda rank: qccl.Communicator.from_nccl(nccl.NcclCommunicator(2, given, rank), rank, 2, 10.0),
+    }
+
+    def run(rank):
+        with pytest.raises(qccl.EngineError) as caught:
+            ways[way](rank)
+        return str(caught.value), caught.value.code
+
+    monkeypatch.setattr(nccl, "get_unique_id", refuse)
+    with ThreadPoolExecutor(2) as pool:
+        (first, code), (second, _) = pool.map(run, range(2))
+    assert "NCCL_ERROR_2" in first and code == 2
+    assert second.startswith("rank 0: ") and "NCCL_ERROR_2" in second
+
+
 def test_bad_ids(cupy):
     for unique_id in (b"short", "x" * 128, None):
         with pytest.raises(qccl.ArgumentError, match="128 bytes"):

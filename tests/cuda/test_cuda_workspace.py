@@ -130,6 +130,35 @@ def test_each_block_is_twice_as_large_as_the_one_before(world, cupy, tiny):
         assert len(sizes) > 1 and all(b >= 2 * a for a, b in itertools.pairwise(sizes))
 
 
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_block_is_smaller_where_there_is_no_room_for_twice_the_size(registered, world, cupy, tiny, monkeypatch):
+    room, alloc = 60_000, cupy.cuda.alloc
+
+    def little_room(nbytes):
+        if nbytes > room:
+            raise fake_cuda.OutOfMemoryError("out of memory")
+        return alloc(nbytes)
+
+    if registered:
+        world.nccl_memory = room
+    else:
+        monkeypatch.setattr(cupy.cuda.nccl, "get_version", lambda: 22300)
+        monkeypatch.setattr(cupy.cuda, "alloc", little_room)
+
+    def run(comm):
+        x = fake_cuda.array(values(comm.rank, LARGE), comm.rank)
+        comm.quantized_allreduce(x, chunk=4096, **CALL)
+        comm.check()
+        return x.get().tobytes(), list(blocks(comm).values())
+
+    def on_host(comm):
+        return comm.quantized_allreduce(values(comm.rank, LARGE), chunk=4096, **CALL).tobytes()
+
+    found = ranks(2, run)
+    assert [got for got, _ in found] == qccl.run_ranks(2, on_host)
+    assert all(len(sizes) == 2 and 32_768 < sizes[1] <= room for _, sizes in found)
+
+
 def test_one_rank_alone_needs_none(world, cupy):
     def run(comm):
         x, out = (fake_cuda.array(values(0, SMALL, i)) for i in range(2))
@@ -172,7 +201,7 @@ def test_also_with_the_communicators_of_nodes(world, cupy):
     assert ranks(4, run) == [(2, True)] * 4
 
 
-@pytest.mark.parametrize("reason", ["version", "other library", "registration", "room"])
+@pytest.mark.parametrize("reason", ["version", "other library", "registration", "setting", "room"])
 def test_where_one_rank_cannot_register_none_does(reason, world, cupy, monkeypatch, caplog):
     """NCCL's transfers are undefined where one rank's memory is registered and another's is not."""
     nccl = cupy.cuda.nccl
@@ -183,6 +212,8 @@ def test_where_one_rank_cannot_register_none_does(reason, world, cupy, monkeypat
         monkeypatch.setattr(library, "library", lambda: fake_nccl.Library(world, 22900))
     elif reason == "registration":
         world.unregistered.add(1)
+    elif reason == "setting":
+        world.without_register.add(1)
     else:
         world.nccl_memory = 1000
     caplog.set_level(logging.DEBUG, "qccl")
@@ -200,22 +231,27 @@ def test_where_one_rank_cannot_register_none_does(reason, world, cupy, monkeypat
         "version": "2.24 or newer",
         "other library": "NCCL 22900, too",
         "registration": "rank 1: ",
+        "setting": "rank 1: NCCL registers no memory here, as NCCL_LOCAL_REGISTER=0",
         "room": "has no room",
     }
     assert all("not registered with NCCL" in each and said[reason] in each for each in caplog.messages)
     assert len(caplog.messages) == 2
-    gc.collect()
     assert len(calls_of(world, "ncclMemFree")) == len(calls_of(world, "ncclMemAlloc"))
 
 
 def test_later_memory_that_cannot_be_registered_is_an_error(world, cupy, tiny):
+    """It is given back at once, also while the program keeps the error."""
+
     def run(comm):
         comm.quantized_allreduce(fake_cuda.array(values(comm.rank, 100), comm.rank), **CALL)
         comm.check()
         comm.barrier()
         world.unregistered.update((0, 1))
-        with pytest.raises(qccl.EngineError, match="NCCL_ERROR_3"):
+        with pytest.raises(qccl.EngineError, match="NCCL_ERROR_3") as caught:
             comm.quantized_allreduce(fake_cuda.array(values(comm.rank, LARGE), comm.rank), **CALL)
+        comm.barrier()
+        assert caught.value and len(calls_of(world, "ncclMemFree")) == len(calls_of(world, "ncclMemAlloc")) - 2
+        comm.barrier()
         comm.abort()
         return "refused"
 
@@ -279,6 +315,35 @@ def test_the_error_says_what_was_asked_for_and_who_holds_the_memory(world, cupy,
         assert "4000 of its 4000 are free" in text and "pool holds 300, of which 200 are used" in text
         assert "chunk=" in text and "torch" not in text
     assert sorted(freed) == [0, 1]  # the free blocks of each rank's pool were given back first
+
+
+@pytest.mark.parametrize("name", ["quantized_allreduce", "quantized_all_to_all"])
+def test_no_rank_waits_for_one_that_has_no_room_for_a_call(name, world, cupy, tiny):
+    """All raise its reason. Where there is room later, they make the call."""
+    count, call = 80_001, {"codec": "minmax8"}
+
+    def on_gpu(comm):
+        x = fake_cuda.array(values(comm.rank, count), comm.rank)
+        out = fake_cuda.array(np.zeros(count, np.float32), comm.rank)
+        transport, calls = comm.transport, comm.calls
+        allocate = transport.allocate
+        if comm.rank == 1:
+            transport.allocate = lambda nbytes: (_ for _ in ()).throw(qccl.EngineError("there is no room"))
+        with pytest.raises(qccl.EngineError) as caught:
+            getattr(comm, name)(x, out, **call)
+        transport.allocate = allocate
+        assert comm.calls == calls and (out.get() == 0).all()
+        getattr(comm, name)(x, out, **call)
+        comm.check()
+        return str(caught.value), out.get().tobytes()
+
+    def on_host(comm):
+        return getattr(comm, name)(values(comm.rank, count), np.zeros(count, np.float32), **call).tobytes()
+
+    texts, found = zip(*ranks(3, on_gpu), strict=True)
+    theirs = "rank 1 cannot make this call, so no rank makes it: there is no room"
+    assert texts == (theirs, "there is no room", theirs)
+    assert list(found) == qccl.run_ranks(3, on_host)
 
 
 def test_the_error_of_cupys_pool_says_the_same(cupy, monkeypatch):

@@ -220,8 +220,7 @@ def _rate(comm: qccl.Communicator, stream: Any) -> dict[str, Any]:
         plan.start(stream=stream).wait()
     comm.check(stream.ptr)
     rate = _REPEATS * RATE_NBYTES / (time.monotonic() - begin)
-    is_off = os.environ.get("NCCL_LOCAL_REGISTER") == "0"
-    return {"gb_per_s": rate / 1e9, "registered": comm.transport.reserved is not None and not is_off}
+    return {"gb_per_s": rate / 1e9, "registered": comm.transport.reserved is not None}
 
 
 def _faults() -> dict[str, Any]:

@@ -203,9 +203,12 @@ class Library:
         assert world.memory[address].nbytes >= nbytes.value
         if world.devices[address] in world.unregistered:
             return 3
+        world.calls.append(("ncclCommRegister", address))
+        if world.devices[address] in world.without_register:  # NCCL_LOCAL_REGISTER=0
+            handle._obj.value = None
+            return 0
         handle._obj.value = next(world.numbers)
         world.communicators[comm.value or 0].registered[handle._obj.value] = address
-        world.calls.append(("ncclCommRegister", address))
         return 0
 
     def ncclCommDeregister(self, comm: ctypes.c_void_p, handle: ctypes.c_void_p) -> int:

@@ -1,0 +1,90 @@
+"""Small Debian systems without a compiler, in which tests install wheels; as root, with debootstrap.
+
+The packages are unpacked, not configured, so that those of another architecture need no emulator for that. A program
+runs in namespaces of its own, where qemu runs the programs of aarch64; nothing of the machine changes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from pip._vendor import certifi
+
+DEBIAN = {"x86_64": "amd64", "aarch64": "arm64"}
+QEMU = "/usr/bin/qemu-aarch64-static"
+#: programs for aarch64 by their first bytes, as the kernel's binfmt_misc reads it; F: qemu is opened outside the system
+BINFMT = (
+    r":aarch64:M::\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00"
+    r":\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff:" + QEMU + ":F"
+)
+ENTER = """
+set -e
+root=$1 folder=$2 emulation=$3
+shift 3
+if [ -n "$emulation" ]; then
+    mount -t binfmt_misc none /proc/sys/fs/binfmt_misc
+    printf %s "$emulation" >/proc/sys/fs/binfmt_misc/register
+fi
+mount -t proc proc "$root/proc"
+mount --rbind /dev "$root/dev"
+mount --rbind "$folder" "$root/mnt"
+exec chroot "$root" /usr/bin/env -i PATH=/mnt/venv/bin:/usr/bin:/bin HOME=/mnt LANG=C.UTF-8 "$@"
+"""
+
+
+def why_not(architecture: str) -> str:
+    """What this machine lacks for a system of an architecture; empty if nothing."""
+    if os.geteuid():
+        return "root makes the systems"
+    if shutil.which("debootstrap") is None:
+        return "needs debootstrap (Debian's package of that name)"
+    if architecture != os.uname().machine and not Path(QEMU).exists():
+        return f"needs {QEMU} (Debian's package qemu-user-static)"
+    return ""
+
+
+def unpacked(suite: str, architecture: str, folder: Path) -> Path:
+    """The system of a suite with Python and nothing that compiles, below ``folder``, where it is kept."""
+    root = folder / f"{suite}-{architecture}"
+    if (root / "complete").exists():
+        return root
+    shutil.rmtree(root, ignore_errors=True)
+    packages = root / "packages"
+    arguments = ["--download-only", "--variant=minbase", "--include=python3,python3-venv"]
+    command = ["debootstrap", *arguments, f"--arch={DEBIAN[architecture]}", suite, str(packages)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=900)
+    for name in ("bin", "sbin", "lib", "lib64"):
+        (root / "usr" / name).mkdir(parents=True)
+        (root / name).symlink_to(f"usr/{name}")
+    for package in sorted((packages / "var/cache/apt/archives").glob("*.deb")):
+        with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", package], stdout=subprocess.PIPE) as archive:
+            command = ["tar", "-x", "--keep-directory-symlink", "-C", str(root)]
+            subprocess.run(command, stdin=archive.stdout, check=True, timeout=300)
+        assert archive.returncode == 0, package
+    shutil.rmtree(packages)
+    certificates = root / "etc/ssl/certs/ca-certificates.crt"  # pip reads them, although it uses no network there
+    certificates.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(certifi.where(), certificates)
+    for name in ("proc", "dev", "mnt"):
+        (root / name).mkdir(exist_ok=True)
+    (root / "complete").touch()
+    return root
+
+
+def run(root: Path, architecture: str, folder: Path, *command: str, limit: float) -> str:
+    """What a command writes in a system whose /mnt is ``folder``; it and what it starts end after ``limit`` seconds."""
+    emulation = "" if architecture == os.uname().machine else BINFMT
+    # as a user namespace's root, which has the kernel's table of formats to itself
+    namespaces = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child"]
+    done = subprocess.run(
+        [*namespaces, "bash", "-c", ENTER, "-", str(root), str(folder), emulation, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit,
+    )
+    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}"
+    return done.stdout
