@@ -36,7 +36,8 @@ class Costs:
         encode_rate, decode_rate: bytes of values that a rank encodes or decodes.
         rates: the same two for some codecs.
         overhead: of a compute operation.
-        message, byte: of a processor, for each message and each of its bytes, to send it and to receive it.
+        message: of a processor, to send and to receive a message.
+        byte: the same for each of its bytes, between nodes; inside a node copying them is in ``intra_rate``.
         header: bytes of the control message that each rank sends to each other in a call.
         eager: bytes of data that may be in one message with a header.
         node_size: ranks of a node, which share its link; rank ``r`` is on node ``r // node_size``.
@@ -217,16 +218,16 @@ class _Run:
         first = next((op for op in schedule.ops if isinstance(op, Exchange)), Exchange((), ()))
         joined = sum(len(send.span) <= costs.eager for send in first.sends)
         others = schedule.size - 1
-        near = min(costs.node_size, schedule.size) - 1
+        near = sum(peer // costs.node_size == rank // costs.node_size for peer in range(schedule.size)) - 1
         for lanes, peers, rate in (
             (self._lanes_between(rank, far=True), others - near, costs.link_rate),
             (self._lanes_between(rank, far=False), near, costs.intra_rate),
         ):
             for lane in lanes:
                 lane.take(0.0, peers * costs.header / rate)
-        seconds = 2 * ((others - joined) * costs.message + others * costs.header * costs.byte) / costs.processors
+        seconds = 2 * ((others - joined) * costs.message + (others - near) * costs.header * costs.byte)
         if seconds:
-            self._occupy(rank, seconds, lambda _: None, 0)
+            self._occupy(rank, seconds / costs.processors, lambda _: None, 0)
 
     # -- links -----------------------------------------------------------------------------------------------------
 
@@ -287,7 +288,7 @@ class _Run:
         """Seconds of a processor to send or receive a message."""
         event = self._graph.events[number]
         transfer = self._transfer(event.transfer if isinstance(event, Departure) else number)
-        return self._costs.message + len(transfer.sent) * self._costs.byte
+        return self._costs.message + (len(transfer.sent) * self._costs.byte if self._is_far(transfer) else 0.0)
 
     def _computing(self, number: int) -> float:
         event = self._graph.events[number]

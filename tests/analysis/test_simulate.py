@@ -79,9 +79,9 @@ def test_encode_of_the_next_chunk_runs_during_the_transfer(rules: Rules) -> None
         assert first_encode.start < last_send.stop
 
 
-@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("rules", ["mpi", "nccl"])
 def test_a_window_of_slots_is_needed(rules: Rules) -> None:
-    """One slot per peer lets nothing overlap; two do; four are hardly better where nothing jitters."""
+    """Unless the transport copies what is sent, one slot per peer lets nothing overlap; two do; four are hardly better where nothing jitters."""
     costs = Costs(encode_rate=1e9, decode_rate=1e9)
     one, two, four = (simulate(all_ranks("two_round", 4, depth=d), costs, rules=rules).total for d in (1, 2, 4))
     assert one > 1.05 * two
