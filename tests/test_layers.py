@@ -116,7 +116,21 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 #: what a program that measures calls may use: not the engines, nor what a call consists of
 MAY_IMPORT["bench"] = {
-    *("", "_host", "analysis", "chunks", "codecs", "collectives", "communicator", "costs", "cuda", "dtypes", "emulation", "errors", "files"),
+    *(
+        "",
+        "_host",
+        "analysis",
+        "chunks",
+        "codecs",
+        "collectives",
+        "communicator",
+        "costs",
+        "cuda",
+        "dtypes",
+        "emulation",
+        "errors",
+        "files",
+    ),
     *("launch", "launchers", "meetings", "plan", "records", "scalars", "schedule", "trace", "transports"),
 }
 

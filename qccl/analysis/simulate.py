@@ -121,6 +121,7 @@ class _Run:
         self._now, self._number = 0.0, count()
         self._agenda: list[tuple[float, int, Callable[[int], None], int]] = []  # time, number, what happens, to what
         self._processors = [_Processor() for _ in schedules]
+        self._may_start: list[int] = []  # ranks whose processors may have something to do
         self._lanes: defaultdict[tuple[str, int], _Lane] = defaultdict(_Lane)
         self._starts: dict[int, float] = {}  # when a message began to leave
         self.trace: list[TraceEvent] = []
@@ -132,9 +133,12 @@ class _Run:
         for event, waits in enumerate(self._waits):
             if waits == 0:
                 self._ready(event)
+        self._start_idle()
         while self._agenda:
             self._now, _, happen, number = heappop(self._agenda)
             happen(number)
+            if not self._agenda or self._agenda[0][0] > self._now:  # all that happens now has happened
+                self._start_idle()
         if stuck := sum(waits > 0 for waits in self._waits):
             raise VerificationError(0, None, f"{stuck} events of all ranks never happen; verify() says why")
         return self._now
@@ -177,12 +181,17 @@ class _Run:
             self._end(kind, number)
             return
         heappush(self._processors[rank].ready, (kind, order, number))
-        self._work(rank)
+        self._may_start.append(rank)
+
+    def _start_idle(self) -> None:
+        """Let processors begin what comes first of all that is ready."""
+        while self._may_start:
+            rank = self._may_start.pop()
+            if self._processors[rank].ready and not self._processors[rank].busy:
+                self._work(rank)
 
     def _work(self, rank: int) -> None:
         processor = self._processors[rank]
-        if processor.busy or not processor.ready:
-            return
         kind, _, number = heappop(processor.ready)
         seconds = (self._computing(number) if kind == _COMPUTE else self._moving(number)) / self._costs.processors
         if kind == _COMPUTE:
@@ -192,8 +201,8 @@ class _Run:
     def _occupy(self, rank: int, seconds: float, then: Callable[[int], None], number: int) -> None:
         def end(number: int) -> None:
             self._processors[rank].busy = False
+            self._may_start.append(rank)
             then(number)
-            self._work(rank)
 
         self._processors[rank].busy = True
         self._at(self._now + seconds, end, number)

@@ -173,7 +173,8 @@ def _repeated(spec: CollectiveSpec, machines: Machines) -> tuple[int, int]:
         return size, -(-buckets // ranks) * ranks * granule
     owners = next(n for n in range(buckets, ranks + 1) if ranks % n == 0)
     period = ranks // owners * size
-    return (period, owners * granule) if ranks % period == 0 else (ranks, spec.count)
+    repeats = ranks % period == 0 and owners <= 2 * buckets
+    return (period, owners * granule) if repeats else (ranks, spec.count)
 
 
 def _costs(machines: Machines, profile: Profile, codec: Codec) -> Costs:
