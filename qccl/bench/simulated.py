@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qccl import _host
 from qccl.analysis.simulate import Costs, Timeline, simulate
 from qccl.bench.calls import Case, Wiring, parameters_of, spec_of_case
 from qccl.bench.kinds import KINDS
@@ -20,7 +19,7 @@ from qccl.bench.sizes import Link
 from qccl.codecs import Codec, NoCodec
 from qccl.collectives import CollectiveSpec, HierarchicalSpec
 from qccl.collectives.topology import for_nodes
-from qccl.costs.step import ADD, BYTE, HEADERS, LATENCY, MESSAGE
+from qccl.costs.step import ADD, BYTE, HEADER_NBYTES, HEADERS, LATENCY, MESSAGE
 from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError
 from qccl.schedule import Schedule
@@ -189,7 +188,7 @@ def _costs(machines: Machines, profile: Profile, codec: Codec) -> Costs:
         overhead=constants.operation,
         message=constants.message,
         byte=constants.byte,
-        header=_host.HEADER_NBYTES,
+        header=HEADER_NBYTES,
         eager=UcxTransport.eager_nbytes,
         node_size=machines.node_size,
         link_per_rank=machines.link_per_rank,

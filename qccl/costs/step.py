@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from qccl import _host
 from qccl.codecs import Codec
 from qccl.collectives.partitions import partition
 from qccl.costs.profile import Profile
@@ -21,13 +22,25 @@ from qccl.costs.tcp_model import Tcp, rate_with_loss, wait_for_losses
 from qccl.costs.timeline import Call, Rank, Segment, step_seconds
 from qccl.dtypes import FLOAT32, DType
 
-__all__ = ["ADD", "BYTE", "COPIED", "HEADERS", "LATENCY", "MESSAGE", "Reduction", "Speed", "Step", "encoded_nbytes"]
-__all__ += ["later", "link_seconds", "predicted", "rank_of", "reduction", "round_nbytes", "sent_nbytes", "two_rounds"]
+__all__ = ["ADD", "BYTE", "COPIED", "HEADERS", "HEADER_NBYTES", "LATENCY", "MESSAGE", "Reduction", "Speed", "Step"]
+__all__ += [
+    "encoded_nbytes",
+    "later",
+    "link_seconds",
+    "predicted",
+    "rank_of",
+    "reduction",
+    "round_nbytes",
+    "sent_nbytes",
+    "two_rounds",
+]
 
 #: seconds until a message is noticed; ranks that share a processor wait for it, too
 LATENCY, _SHARED_LATENCY = 0.2e-3, 0.8e-3
 #: seconds of a processor for a byte that is sent or received, and to add or copy an element
 BYTE, ADD = 0.3e-9, 0.17e-9
+#: bytes of the control message that a rank sends each other one in a call
+HEADER_NBYTES: int = _host.HEADER_NBYTES
 #: seconds of a processor for a message
 MESSAGE = 11e-6
 #: time on the link beyond that of the payload, for headers and pauses; and between sites, where 1448 bytes are a packet
