@@ -11,7 +11,6 @@ node then occupies the links as what the own node sends to others at the same ti
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +31,7 @@ class Costs:
 
     Attributes:
         link_rate: what a link sends, and receives at the same time.
+        burst: bytes that pass such a link at once after it was idle, as a limiter's bucket lets them.
         latency: from the last byte's departure to the arrival at another node.
         encode_rate, decode_rate: bytes of values that a rank encodes or decodes.
         rates: the same two for some codecs.
@@ -47,6 +47,7 @@ class Costs:
     """
 
     link_rate: float = 125e6
+    burst: int = 0
     latency: float = 30e-6
     encode_rate: float = 8e9
     decode_rate: float = 8e9
@@ -87,16 +88,16 @@ def simulate(schedules: Sequence[Schedule], costs: Costs | None = None, *, rules
 
 
 class _Lane:
-    """One direction of a link: it carries messages in the order in which they come."""
+    """One direction of a link: it carries messages in the order in which they come; see Costs.burst for ``burst``."""
 
-    def __init__(self) -> None:
-        self.free = 0.0
+    def __init__(self, burst: float) -> None:
+        self._burst, self._free = burst, -burst
 
-    def take(self, now: float, seconds: float) -> float:
-        """Reserve it from ``now`` or later on; returns the start."""
-        start = max(now, self.free)
-        self.free = start + seconds
-        return start
+    def take(self, now: float, seconds: float) -> tuple[float, float]:
+        """Occupy it for so long from ``now`` or later on; returns the start and the end."""
+        start = max(self._free, now - self._burst)
+        self._free = start + seconds
+        return max(now, start), max(now, self._free)
 
 
 #: what a processor does first: take what has arrived, send, compute
@@ -122,8 +123,8 @@ class _Run:
         self._agenda: list[tuple[float, int, Callable[[int], None], int]] = []  # time, number, what happens, to what
         self._processors = [_Processor() for _ in schedules]
         self._may_start: list[int] = []  # ranks whose processors may have something to do
-        self._lanes: defaultdict[tuple[str, int], _Lane] = defaultdict(_Lane)
-        self._starts: dict[int, float] = {}  # when a message began to leave
+        self._lanes: dict[tuple[str, int], _Lane] = {}
+        self._departures: dict[int, float] = {}  # when the last byte of a message leaves
         self.trace: list[TraceEvent] = []
 
     def to_end(self) -> float:
@@ -156,7 +157,7 @@ class _Run:
                 self._offer(event.rank, _COMPUTE, event.op_index, number)
             case Departure():
                 self._offer(event.rank, _SEND, self._order(event.transfer), number)
-            case Rendezvous() if number in self._starts:  # an eager message that is there
+            case Rendezvous() if number in self._departures:  # an eager message that is there
                 self._offer(event.target % len(self._schedules), _RECEIVE, self._order(number), number)
             case Rendezvous():
                 self._offer(event.source, _SEND, self._order(number), number)
@@ -219,7 +220,8 @@ class _Run:
                 if later != transfer:  # which waits until it arrives
                     self._happened_before(later)
         lane, _ = self._lanes_of(transfer)
-        self._at(lane.take(self._now, self._travel(transfer)), self._leave, transfer)
+        start, self._departures[transfer] = lane.take(self._now, self._travel(transfer))
+        self._at(start, self._leave, transfer)
 
     def _send_headers(self, rank: int) -> None:
         """The headers to and from all other ranks come first; they share messages with data that is short enough."""
@@ -243,13 +245,12 @@ class _Run:
     def _leave(self, number: int) -> None:
         """A message begins to leave: reserve the receiver's side, too."""
         _, lane = self._lanes_of(number)
-        seconds = self._travel(number)
-        start = lane.take(self._now, seconds)
+        start, stop = lane.take(self._now, self._travel(number))
+        stop = max(stop, self._departures[number])
         event = self._transfer(number)
         latency = self._costs.latency if self._is_far(event) else self._costs.intra_latency
-        self._starts[number] = self._now
-        self._record_transfer(number, event, self._now + seconds, start, start + seconds + latency)
-        self._at(start + seconds + latency, self._arrive, number)
+        self._record_transfer(number, event, self._departures[number], start, stop + latency)
+        self._at(stop + latency, self._arrive, number)
 
     def _arrive(self, number: int) -> None:
         if self._waits[number]:
@@ -281,10 +282,13 @@ class _Run:
 
     def _lanes_between(self, rank: int, *, far: bool) -> tuple[_Lane, _Lane]:
         """Both directions of the link of a rank, to other nodes (``far``) or inside its node."""
-        if not far:
-            return self._lanes["send inside", rank], self._lanes["receive inside", rank]
-        link = rank if self._costs.link_per_rank else rank // self._costs.node_size
-        return self._lanes["send", link], self._lanes["receive", link]
+        link = rank if not far or self._costs.link_per_rank else rank // self._costs.node_size
+        where = "" if far else " inside"
+        return self._lane(f"send{where}", link), self._lane(f"receive{where}", link)
+
+    def _lane(self, direction: str, link: int) -> _Lane:
+        burst = 0.0 if "inside" in direction else self._costs.burst / self._costs.link_rate
+        return self._lanes.setdefault((direction, link), _Lane(burst))
 
     # -- durations -------------------------------------------------------------------------------------------------
 

@@ -181,6 +181,7 @@ def _costs(machines: Machines, profile: Profile, codec: Codec) -> Costs:
     encode, decode = profile.rates(codec)
     return Costs(
         link_rate=machines.inter.rate / constants.headers,
+        burst=machines.inter.burst,
         latency=constants.latency + machines.delay,
         encode_rate=encode,
         decode_rate=decode,

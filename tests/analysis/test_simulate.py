@@ -214,3 +214,12 @@ def test_codecs_have_rates_of_their_own() -> None:
     slow = simulate(schedules, Costs(node_size=4, rates={NoCodec(): (1e6, 1e6)})).total
     assert slow > 10 * usual
     assert simulate(schedules, Costs(node_size=4, rates={MinMax(bits=2): (1e6, 1e6)})).total == usual
+
+
+def test_a_burst_passes_an_idle_link_at_once() -> None:
+    """Of a limiter's bucket of 20,000 bytes; what is longer takes the time of the rest."""
+    costs = Costs(link_rate=1e6, latency=0.0, overhead=0.0)
+    for count in (1024, 64 << 10):
+        schedules = all_ranks("one_shot", 2, count, chunk_elements=COUNT)
+        usual, quick = (simulate(schedules, replace(costs, burst=burst)).total for burst in (0, 20_000))
+        assert usual - quick == pytest.approx(min(20_000, schedules[0].sent_nbytes()) / 1e6, rel=1e-3)
