@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from qccl.errors import ArgumentError
 SPEEDS = {"minmax4": (0.2e-9, 0.15e-9), "minmax8": (0.2e-9, 0.2e-9)}
 PROFILE = Profile(Constants(), SPEEDS)
 GIGABIT = parse_rate("1gbit")
+_PAGE = Path(__file__).parent.parent.parent / "docs" / "algorithms.md"
 
 
 def run(*arguments: str) -> Result:
@@ -226,3 +228,20 @@ def test_crossovers_lie_where_both_take_the_same_time() -> None:
     assert list(crossovers(rows)) == ["float32, sum: a is the fastest up to about 2000 bytes, then b"]
     assert list(crossovers(rows[:2])) == ["float32, sum: a is the fastest"]
     assert list(crossovers([*rows, row("auto", 1000, 1e-9)])) == list(crossovers(rows))
+
+
+MANY_RANKS = re.findall(
+    r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", _PAGE.read_text(encoding="utf-8"), re.MULTILINE
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "short", "long", "headers"),
+    [pytest.param(*row, marks=pytest.mark.slow if int(row[0]) > 100 else ()) for row in MANY_RANKS],
+)
+def test_the_page_of_algorithms_has_these_figures(ranks: str, short: str, long: str, headers: str) -> None:
+    given = ("--ranks", ranks, "--node-size", "8", "--inter", "25gbit", "--intra", "300GBps", "--delay", "5us")
+    found = figures("allreduce", *given, "-b", "64K", "-e", "16M", "-f", "256", "--codec", "minmax4")
+    times = [f"{each['time'] / 1e3:.2f}" for each in found["results"] if each["codec"] == "minmax4"]
+    assert times == [short, long]
+    assert f"{2 * (int(ranks) - 1) * Constants().message * 1e3:.2f}" == headers
