@@ -43,7 +43,9 @@ _CALLS = ("-b", "2K", "-e", "1M", "-f", "8", "-n", "40", "-w", "2", "-c", "0")
 _TIMED = 256 << 10
 #: factors by which a constant is changed to see whether that fits better, coarse ones first
 _FACTORS = (4.0, 2.0, 1.4, 1.2, 1.1, 1.05)
-_FITTED = ("latency", "message", "byte", "operation", "headers")
+#: no constant is changed by more: two ranks alone cannot tell what a message costs from what its bytes cost
+_FARTHEST = 3.0
+_FITTED = ("latency", "message", "byte", "operation")
 COLUMNS = ("ranks", "link", "delay", "calls", "median error", "largest error", "of", "ms", "computed")
 
 
@@ -90,7 +92,8 @@ def _measured(document: dict[str, Any], given: dict[str, Any]) -> Iterator[None]
 def _timed(ranks: int, network: str, codecs: list[str]) -> list[dict[str, Any]]:
     """The times of all sizes and codecs by ``qccl-bench allreduce``: the median of all rounds, in place and not."""
     link, _, delay = network.partition(" ")
-    flags = ["--ranks", str(ranks), "--transport", "ucx", "--link", link, *(["--delay", delay] if delay else [])]
+    flags = ["--ranks", str(ranks), "--transport", "ucx", "--link", link]
+    flags += ["--delay", delay] if delay else []
     document = allreduce(*flags, *_CALLS, "--codec", ",".join(codecs), "--plain", "none")
     return [
         {"ranks": ranks, "network": network, "codec": each["codec"], "size": each["size"]}
@@ -137,14 +140,15 @@ def call_seconds(row: dict[str, Any], profile: Profile, cores: int) -> float:
 
 def fit(constants: Constants, error: Callable[[Constants], float]) -> Constants:
     """The constants near which no change of a single one, by any of the factors, makes the error smaller."""
-    least = error(constants)
+    least, first = error(constants), constants
     for factor in _FACTORS:
         is_better = True
         while is_better:
             is_better = False
             for name, each in itertools.product(_FITTED, (factor, 1 / factor)):
                 value = getattr(constants, name) * each
-                if name == "headers" and not 1 <= value <= 1.2:  # a link carries no more than its rate
+                usual = getattr(first, name)
+                if not usual / _FARTHEST <= value <= usual * _FARTHEST:
                     continue
                 tried = replace(constants, **{name: value})
                 if (found := error(tried)) < least * (1 - 1e-3):
