@@ -42,7 +42,7 @@ _CALLS = ("-b", "2K", "-e", "1M", "-f", "8", "-n", "40", "-w", "2", "-c", "0")
 #: elements whose encoding is timed
 _TIMED = 256 << 10
 #: factors by which a constant is changed to see whether that fits better, coarse ones first
-_FACTORS = (4.0, 2.0, 1.4, 1.2, 1.1, 1.05)
+_FACTORS = (2.0, 1.4, 1.2, 1.1, 1.05)
 #: no constant is changed by more: two ranks alone cannot tell what a message costs from what its bytes cost
 _FARTHEST = 3.0
 _FITTED = ("latency", "message", "byte", "operation")
