@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": {"codecs", "dtypes", "errors", "intervals"},
     "analysis": {"codecs", "dtypes", "intervals", "schedule", "trace"},
     "collectives": {"arguments", "arrays", "chunks", "codecs", "dtypes", "errors", "schedule"},
-    "costs": {"codecs", "collectives", "dtypes"},
+    "costs": {"_host", "codecs", "collectives", "dtypes"},
     "guard": set(),
     "launchers": {"errors"},
     "records": {"engine", "errors", "files"},
@@ -116,7 +116,21 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 #: what a program that measures calls may use: not the engines, nor what a call consists of
 MAY_IMPORT["bench"] = {
-    *("", "chunks", "codecs", "collectives", "communicator", "costs", "cuda", "dtypes", "emulation", "errors", "files"),
+    *(
+        "",
+        "_host",
+        "analysis",
+        "chunks",
+        "codecs",
+        "collectives",
+        "communicator",
+        "costs",
+        "cuda",
+        "dtypes",
+        "emulation",
+        "errors",
+        "files",
+    ),
     *("launch", "launchers", "meetings", "plan", "records", "scalars", "schedule", "trace", "transports"),
 }
 

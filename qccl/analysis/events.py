@@ -5,12 +5,19 @@ The verifier asks whether every event of the graph can happen, the simulator whe
 - a ``Computation``: a compute operation of one rank;
 - a ``Rendezvous``: a send of one rank and the matching receive of another. Neither ends before both have begun, which
   is the least that MPI and NCCL promise;
+- a ``Departure``: a send whose bytes the transport has copied, so that the sender needs no receiver to go on;
 - a ``Gate``: the opening or closing of an Exchange on one rank, if an engine runs the Exchange as one NCCL group.
 
 **MPI's rules**: each transfer and each compute operation starts when the operations that it depends on have completed.
+**Eager rules** are MPI's, but a send ends with its Departure; the Rendezvous is then the receive alone. UCX does so
+with messages of up to 256 KiB over TCP. This is more than MPI promises, so the simulator uses it, and the verifier not.
 **NCCL's rules**: each queue of a rank runs in order. An Exchange is one NCCL group: it opens when the previous
 operation of the communication queue has closed, its transfers progress independently, and it closes when all have
 ended.
+
+**Representatives.** Where all nodes do the same, the schedules of the ranks of the first node suffice: ``period`` of
+them. Rank ``r`` behaves as rank ``r % period`` does, with all peers shifted by ``r - r % period``. So the arrival of a
+peer's message is that of the message which its representative sends the same distance.
 """
 
 from __future__ import annotations
@@ -24,9 +31,9 @@ from typing import Literal
 
 from qccl.schedule import Exchange, Queue, Schedule, Span, Task, VerificationError, dependencies, tasks
 
-__all__ = ["Computation", "Ensemble", "Event", "EventGraph", "Gate", "Rendezvous", "Rules", "in_order"]
+__all__ = ["Computation", "Departure", "Ensemble", "Event", "EventGraph", "Gate", "Rendezvous", "Rules", "in_order"]
 
-Rules = Literal["mpi", "nccl"]
+Rules = Literal["mpi", "eager", "nccl"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,15 @@ class Rendezvous:
 
 
 @dataclass(frozen=True, slots=True)
+class Departure:
+    """The bytes of the Rendezvous with the number ``transfer`` leave rank ``rank``."""
+
+    rank: int
+    op_index: int
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
 class Gate:
     """An Exchange opens (its queue has reached it) or closes (all its transfers have ended)."""
 
@@ -58,7 +74,7 @@ class Gate:
     opens: bool
 
 
-Event = Computation | Rendezvous | Gate
+Event = Computation | Rendezvous | Departure | Gate
 
 
 class EventGraph:
@@ -111,7 +127,8 @@ def _position(event: Event) -> int:
 class Ensemble:
     """The schedules of all ranks (in rank order), with sends matched to receives and dependencies derived.
 
-    Raises VerificationError if sends and receives do not match.
+    With fewer schedules than ranks they are those of representatives. Raises VerificationError if sends and receives do
+    not match.
     """
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
@@ -122,25 +139,38 @@ class Ensemble:
         self._match_transfers()
 
     def graph(self, rules: Rules) -> EventGraph:
-        """The events of all ranks and their order."""
+        """The events of all schedules and their order."""
         graph = EventGraph()
         for event in self._transfers:
             graph.add(event)
-        connect = {"mpi": _connect_transfers, "nccl": _connect_queues}[rules]
+        if rules == "eager":
+            for number, event in enumerate(self._transfers):
+                graph.order(graph.add(Departure(event.source, event.send_op, number)), number)
         for local in self._local:
-            connect(graph, local)
+            if rules == "nccl":
+                _connect_queues(graph, local)
+            else:
+                _connect_transfers(graph, local, len(self._transfers) if rules == "eager" else 0)
         return graph
 
     def _match_transfers(self) -> None:
         """Match the i-th send to a peer with the i-th receive there, as MPI and NCCL do."""
         sends, recvs = _transfers_by_pair(self._schedules)
-        for source, target in sorted(sends.keys() | recvs.keys()):
-            sent, received = self._local[source].transfers[target, True], self._local[target].transfers[source, False]
+        size = self._schedules[0].size if self._schedules else 0
+        for source, target in sorted(
+            sends.keys() | recvs.keys(), key=lambda pair: (pair[0], (pair[1] - pair[0]) % size)
+        ):
+            sent, received = self._local[source].transfers[target, True], self._received(source, target)
             for i, (send, recv) in enumerate(zip_longest(sends[source, target], recvs[source, target])):
                 _check_match(source, target, i, send, recv)
                 sent.append(len(self._transfers))
                 received.append(len(self._transfers))
                 self._transfers.append(Rendezvous(source, target, send[0], recv[0], send[1], recv[1]))
+
+    def _received(self, source: int, target: int) -> list[int]:
+        """The transfers from a representative to any rank, at the representative of that rank."""
+        shift, size = target - target % len(self._local), self._schedules[0].size
+        return self._local[target - shift].transfers[(source - shift) % size, False]
 
 
 class _Local:
@@ -164,7 +194,7 @@ _Pair = tuple[int, int]
 def _transfers_by_pair(
     schedules: Sequence[Schedule],
 ) -> tuple[defaultdict[_Pair, list[tuple[int, Span]]], defaultdict[_Pair, list[tuple[int, Span]]]]:
-    """All sends, and all receives, as (op number, span) in program order by (source, target)."""
+    """All sends, and all receives, as (op number, span) in program order by (representative of the source, target)."""
     sends: defaultdict[_Pair, list[tuple[int, Span]]] = defaultdict(list)
     recvs: defaultdict[_Pair, list[tuple[int, Span]]] = defaultdict(list)
     for schedule in schedules:
@@ -173,7 +203,9 @@ def _transfers_by_pair(
                 for transfer in op.sends:
                     sends[schedule.rank, transfer.peer].append((i, transfer.span))
                 for transfer in op.recvs:
-                    recvs[transfer.peer, schedule.rank].append((i, transfer.span))
+                    shift = transfer.peer - transfer.peer % len(schedules)
+                    target = (schedule.rank - shift) % schedule.size
+                    recvs[transfer.peer - shift, target].append((i, transfer.span))
     return sends, recvs
 
 
@@ -192,12 +224,15 @@ def _check_match(
         raise VerificationError(target, recv[0], f"{message} (its op {send[0]})")
 
 
-def _connect_transfers(graph: EventGraph, local: _Local) -> None:
-    """MPI's rules, for one rank."""
+def _connect_transfers(graph: EventGraph, local: _Local, departure: int) -> None:
+    """MPI's or eager rules, for one rank; a transfer's send ends ``departure`` events after that of its receive."""
     events: list[int] = []
     for task, before in zip(local.program, local.before, strict=True):
         transfer = local.transfer(task)
-        event = graph.add(Computation(local.rank, task.op_index)) if transfer is None else transfer
+        if transfer is None:
+            event = graph.add(Computation(local.rank, task.op_index))
+        else:
+            event = transfer + departure if task.is_send else transfer
         for earlier in {events[i] for i in before}:
             graph.order(earlier, event)
         events.append(event)

@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NoReturn
 
-from qccl.analysis.events import Computation, Ensemble, Event, EventGraph, Gate, Rendezvous, Rules, in_order
+from qccl.analysis.events import Computation, Departure, Ensemble, Event, EventGraph, Gate, Rendezvous, Rules, in_order
 from qccl.analysis.postconditions import allreduce
 from qccl.analysis.symbolic import Contents, Postcondition, Precondition
 from qccl.dtypes import DType
@@ -117,7 +117,7 @@ def _described(schedules: Sequence[Schedule], event: Event) -> str:
             return f"the transfer from rank {event.source} (op {event.send_op}) to {event.target} (op {event.recv_op})"
         case Gate():
             return f"the {'start' if event.opens else 'end'} of {_named(schedules, event.rank, event.op_index)}"
-        case Computation():
+        case Computation() | Departure():
             return _named(schedules, event.rank, event.op_index)
 
 

@@ -14,6 +14,7 @@ from qccl.bench.info import info
 from qccl.bench.kinds import KINDS, NCCL_OTHERS, NCCL_TESTS
 from qccl.bench.launched import LaunchedGroup
 from qccl.bench.run import run
+from qccl.bench.simulate import simulate
 from qccl.bench.token import token
 
 __all__ = ["main"]
@@ -35,5 +36,5 @@ def main() -> None:
     """Measure what compressed collectives gain on this machine and this network."""
 
 
-for _command in (*map(command, KINDS), codec, run, doctor, explain, info, token):
+for _command in (*map(command, KINDS), codec, run, doctor, simulate, explain, info, token):
     main.add_command(_command)

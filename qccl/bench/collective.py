@@ -37,7 +37,7 @@ from qccl.bench.start import choose_way, run_ranks
 from qccl.collectives.hierarchical import LAYOUTS
 from qccl.launchers import Launcher, detect
 
-__all__ = ["command"]
+__all__ = ["check_sizes", "command"]
 
 _DEFAULT_RANKS = 2
 _POSITIVE = click.FloatRange(min=0, min_open=True)
@@ -141,12 +141,7 @@ def _run(ranks: int | None, options: Options) -> int:
 def _check(options: Options) -> None:
     """Raise UsageError for options that contradict each other."""
     o = options
-    if o.maxbytes < o.minbytes:
-        raise click.UsageError(f"-e {o.maxbytes} is less than -b {o.minbytes}; give a larger -e or a smaller -b")
-    if o.stepfactor is None and o.stepbytes == 0 and o.maxbytes > o.minbytes:
-        raise click.UsageError("-i 0 never gets from -b to -e; give a step of 1 or more, or -f")
-    if o.stepfactor is not None and o.minbytes == 0 and o.maxbytes > 0:
-        raise click.UsageError("-f never gets from -b 0 to -e; start at 1 or more, or give -i")
+    check_sizes(o)
     if o.cudagraph and o.backend == "host":
         raise click.UsageError(f"-G {o.cudagraph}: there are no CUDA graphs on the host; give --backend cuda")
     if o.transport is not None and o.backend != "host":
@@ -168,6 +163,17 @@ def _check(options: Options) -> None:
         )
     if lab and (reason := obstacle()):
         raise click.UsageError(f"{lab}: {reason}")
+
+
+def check_sizes(options: Options) -> None:
+    """Raise UsageError for sizes that have no end, or are none."""
+    o = options
+    if o.maxbytes < o.minbytes:
+        raise click.UsageError(f"-e {o.maxbytes} is less than -b {o.minbytes}; give a larger -e or a smaller -b")
+    if o.stepfactor is None and o.stepbytes == 0 and o.maxbytes > o.minbytes:
+        raise click.UsageError("-i 0 never gets from -b to -e; give a step of 1 or more, or -f")
+    if o.stepfactor is not None and o.minbytes == 0 and o.maxbytes > 0:
+        raise click.UsageError("-f never gets from -b 0 to -e; start at 1 or more, or give -i")
 
 
 def _check_calls(options: Options, size: int) -> None:

@@ -68,8 +68,10 @@ class Side:
         return statistics.median(self.rounds)
 
     @property
-    def spread(self) -> float:
-        """The difference of the slowest and the fastest round, divided by the median."""
+    def spread(self) -> float | None:
+        """The difference of the slowest and the fastest round, divided by the median; None with one round."""
+        if len(self.rounds) == 1:
+            return None
         return (max(self.rounds) - min(self.rounds)) / self.seconds if self.seconds else 0.0
 
 

@@ -23,7 +23,7 @@ from qccl.files import is_special
 
 __all__ = [
     *("AT_LEAST_0", "AT_LEAST_1", "checked", "codec_list", "codec_of", "intra_codec"),
-    *("list_of", "nccl_only", "option", "output_file", "output_file_or_stdout", "picture_file"),
+    *("list_of", "nccl_only", "option", "output_file", "output_file_or_stdout", "picture_file", "split_codecs"),
 ]
 
 #: module:Class of a user's codec, before its options
@@ -66,8 +66,12 @@ def list_of(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 def codec_list(text: str) -> tuple[str, ...]:
     """Codecs with commas between them: ``minmax8,minmax4:bucket=256,rounding=stochastic,none``."""
-    # A comma also separates the options of a codec, which begin with "key=".
-    return tuple(_canonical(spec.strip()) for spec in re.split(r",(?!\s*\w+\s*=)", text))
+    return tuple(map(_canonical, split_codecs(text)))
+
+
+def split_codecs(text: str) -> list[str]:
+    """The parts of a list of codecs; a comma also separates the options of a codec, which begin with "key="."""
+    return [spec.strip() for spec in re.split(r",(?!\s*\w+\s*=)", text)]
 
 
 def intra_codec(text: str) -> str:

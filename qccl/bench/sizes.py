@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Link", "format_size", "parse_link", "parse_loss", "parse_size", "sweep"]
+__all__ = ["Link", "format_size", "parse_link", "parse_loss", "parse_rate", "parse_size", "sweep"]
 
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_RATES = {bits: factor / 8 for bits, factor in _DECIMAL.items()} | {"kbps": 1e3, "mbps": 1e6, "gbps": 1e9}
 #: bytes in the burst of the lab's limiters: two packets at the interfaces' MTU, and one unsplit TCP segment
 _PACKETS, _SEGMENT = 2 * 9_100, 66_000
 
@@ -64,6 +65,18 @@ def parse_link(text: str) -> Link:
             f"{text!r} is not a link's rate; give bits per second from 100kbit to 100gbit, such as 100mbit or 1gbit"
         )
     return Link(name, rate, _burst(rate))
+
+
+def parse_rate(text: str) -> Link:
+    """The link, without bursts, of "25gbit" (bits per second) or "300GBps" (bytes per second). Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit|kbps|mbps|gbps)", text.strip().lower())
+    rate = float(match[1]) * _RATES[match[2]] if match else 0.0
+    if rate <= 0:
+        raise ValueError(
+            f"{text!r} is not a rate; give bits per second such as 100mbit or 25gbit, or bytes per second such as "
+            f"300GBps"
+        )
+    return Link(text.strip(), rate, 0)
 
 
 def parse_loss(text: str) -> float:

@@ -73,9 +73,8 @@ def row(r: Row, plain: Row | None, ranks: int, link: Link | None) -> str:
     sides = " ".join(_side(r, side, ranks) for side in (r.out_of_place, r.in_place))
     error = "N/A" if r.out_of_place.error is None else f"{r.out_of_place.error:.1e}"
     faster = " ".join(f"{'-' if s is None else f'{s:.2f}x':>6}" for s in speedups(r, plain))
-    spread = " ".join(
-        f"{'-' if side is None else f'{side.spread * 100:.0f}':>4}" for side in (r.out_of_place, r.in_place)
-    )
+    spreads = (None if side is None else side.spread for side in (r.out_of_place, r.in_place))
+    spread = " ".join(f"{'-' if each is None else f'{each * 100:.0f}':>4}" for each in spreads)
     floor = ""
     if link is not None:
         shares = line_share(r, r.out_of_place, link), bulk_share(r.out_of_place)
@@ -97,7 +96,7 @@ class Totals:
         bandwidth: mean busbw in GB/s of all rows of codecs, both modes.
         by_codec: the same for each codec.
         speedups: minimum and maximum speed-up over the plain all-reduce, by codec; of a row's modes the slower counts.
-        spread: the maximum of all rows, including those of the plain all-reduce.
+        spread: the maximum of all rows, including those of the plain all-reduce; None with one round.
         crossed: minimum share of the sent bytes that the link's limiter counted; None outside the lab.
         bulk: minimum and maximum share of the link's rate that plain transfers got; None outside the lab.
     """
@@ -106,7 +105,7 @@ class Totals:
     bandwidth: float
     by_codec: dict[str, float]
     speedups: dict[str, tuple[float, float]]
-    spread: float
+    spread: float | None
     crossed: float | None
     bulk: tuple[float, float] | None
 
@@ -132,7 +131,7 @@ def totals(pairs: Sequence[tuple[Row, Row | None]], ranks: int, link: Link | Non
         _mean(every),
         {codec: _mean(bandwidths) for codec, bandwidths in by_codec.items()},
         _speedups_by_codec(pairs),
-        max((side.spread for side in sides), default=0.0),
+        max((side.spread for side in sides if side.spread is not None), default=None),
         min(crossed, default=None),
         _bulk_shares(rows, link),
     )
@@ -162,7 +161,8 @@ def footer(t: Totals, plain: str) -> list[str]:
     if t.speedups:
         lines.append(f"# {'Speed-up over ' + plain:<20} : of the slower of out of place and in place")
         lines += [f"#   {codec:<18} : {_range(*ends, '.2f')}x" for codec, ends in t.speedups.items()]
-    lines.append(f"# {'Spread of the rounds':<20} : at most {t.spread * 100:.0f}% of the median")
+    if t.spread is not None:
+        lines.append(f"# {'Spread of the rounds':<20} : at most {t.spread * 100:.0f}% of the median")
     if t.bulk is not None:
         lines.append(
             f"# {'Plain bulk transfer':<20} : {_range(t.bulk[0] * 100, t.bulk[1] * 100, '.1f')}% of the link's rate"

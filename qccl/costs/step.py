@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from qccl import _host
 from qccl.codecs import Codec
 from qccl.collectives.partitions import partition
 from qccl.costs.profile import Profile
@@ -21,18 +22,30 @@ from qccl.costs.tcp_model import Tcp, rate_with_loss, wait_for_losses
 from qccl.costs.timeline import Call, Rank, Segment, step_seconds
 from qccl.dtypes import FLOAT32, DType
 
-__all__ = ["ADD", "BYTE", "COPIED", "LATENCY", "Reduction", "Speed", "Step", "encoded_nbytes", "later", "link_seconds"]
-__all__ += ["predicted", "rank_of", "reduction", "round_nbytes", "sent_nbytes", "two_rounds"]
+__all__ = ["ADD", "BYTE", "COPIED", "HEADERS", "HEADER_NBYTES", "LATENCY", "MESSAGE", "Reduction", "Speed", "Step"]
+__all__ += [
+    "encoded_nbytes",
+    "later",
+    "link_seconds",
+    "predicted",
+    "rank_of",
+    "reduction",
+    "round_nbytes",
+    "sent_nbytes",
+    "two_rounds",
+]
 
 #: seconds until a message is noticed; ranks that share a processor wait for it, too
 LATENCY, _SHARED_LATENCY = 0.2e-3, 0.8e-3
 #: seconds of a processor for a byte that is sent or received, and to add or copy an element
 BYTE, ADD = 0.3e-9, 0.17e-9
+#: bytes of the control message that a rank sends each other one in a call
+HEADER_NBYTES: int = _host.HEADER_NBYTES
 #: seconds of a processor for a message
-_MESSAGE = 11e-6
+MESSAGE = 11e-6
 #: time on the link beyond that of the payload, for headers and pauses; and between sites, where 1448 bytes are a packet
 #: of 1514, and for two packets there is an acknowledgement of 66 bytes in the other direction
-_HEADERS, _HEADERS_OF_SITES = 1.012, (1514 + 33) / 1448
+HEADERS, _HEADERS_OF_SITES = 1.012, (1514 + 33) / 1448
 #: connections of UCX and of gloo
 _ONE = Tcp()
 
@@ -129,7 +142,7 @@ def round_nbytes(step: Step, encoded: float) -> float:
 
 def link_seconds(step: Step, encoded: float, rate: float) -> float:
     """Seconds in which a rank's link carries one of the two rounds at this rate."""
-    headers = _HEADERS_OF_SITES if step.delay or step.loss else _HEADERS
+    headers = _HEADERS_OF_SITES if step.delay or step.loss else HEADERS
     return headers * round_nbytes(step, encoded) / rate
 
 
@@ -149,7 +162,7 @@ def two_rounds(step: Step, codec: Codec, count: int, encoded: float, encode: flo
     """A call of qccl: a rank encodes for the others, reduces its shard and encodes it, and decodes the others'."""
     n, chunks = step.ranks, partition(count, step.ranks, codec).chunks
     others = (n - 1) / n
-    moving = BYTE * round_nbytes(step, encoded) + chunks * (n - 1) * _MESSAGE
+    moving = BYTE * round_nbytes(step, encoded) + chunks * (n - 1) * MESSAGE
     return Call(
         encode=count * encode * others + moving,
         reduce=count * (encode / n + decode) + 2 * moving,

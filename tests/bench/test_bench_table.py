@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def row(codec: str = "minmax8", seconds: float = 0.004, wrong: int | None = 0, crossed: float | None = None) -> Row:
-    side = Side((seconds,), wrong, None if wrong is None else 7.4e-3, crossed)
+    side = Side((seconds, seconds), wrong, None if wrong is None else 7.4e-3, crossed)
     return Row(Case(4 << 20, qccl.dtypes.FLOAT32, "sum"), codec, "two_round", 6_340_608, side, side)
 
 
@@ -114,6 +114,14 @@ def test_the_footer_has_the_spread_of_a_disturbed_row() -> None:
     assert "# Spread of the rounds : at most 70% of the median" in table.footer(totals, "mpi")
 
 
+def test_one_round_has_no_spread() -> None:
+    """As with -n 1, and in calls that are computed."""
+    once = replace(row(), out_of_place=Side((0.004,), None, None, None), in_place=None)
+    assert table.row(once, None, 4, None).split()[-3:] == ["-", "-", "minmax8"]
+    totals = table.totals([(once, None)], 4, None)
+    assert totals.spread is None and not any("Spread" in line for line in table.footer(totals, "none"))
+
+
 def test_the_footer_has_what_a_plain_transfer_got_of_the_link() -> None:
     rows = [(in_lab(0.0513, 50724.864e-6 / share), None) for share in (0.988, 0.9823)]
     totals = table.totals(rows, 4, sizes.parse_link("1gbit"))
@@ -122,7 +130,7 @@ def test_the_footer_has_what_a_plain_transfer_got_of_the_link() -> None:
 
 def in_lab(seconds: float, bulk: float) -> Row:
     """A row with a plain transfer of the same bytes."""
-    side = Side((seconds,), 0, 7.4e-3, 1.01, bulk)
+    side = Side((seconds, seconds), 0, 7.4e-3, 1.01, bulk)
     return replace(row(), out_of_place=side, in_place=side)
 
 
@@ -159,7 +167,9 @@ def test_json_has_nccl_tests_fields_and_ours(report: Report) -> None:
         side = first[mode]
         assert side["time"] == pytest.approx(4000) and side["alg_bw"] == pytest.approx(4.194304)
         assert side["nwrong"] == 0 and side["speedup"] == pytest.approx(50) and side["plain_time"] == pytest.approx(2e5)
-        assert side["time_rounds"] == pytest.approx([4000]) and side["plain_time_rounds"] == pytest.approx([2e5])
+        assert side["time_rounds"] == pytest.approx([4000] * 2) and side["plain_time_rounds"] == pytest.approx(
+            [2e5] * 2
+        )
     assert found["speedup"]["minmax4"] == {"least": pytest.approx(100), "greatest": pytest.approx(100)}
     assert found["greatest_spread"] == 0 and found["config"]["timed"] == "method"
 

@@ -1,0 +1,188 @@
+"""Calls as ``qccl-bench simulate`` computes them, and as they are: ``python bench/simulate_accuracy.py`` (needs root).
+
+It times all-reduces on 2, 3, 4 and 8 ranks over UCX, each rank behind a link of its own, some with a delay. The ranks
+encode and decode on the processors of this machine, so that several may share one. The simulator's constants are fitted
+to the calls on 2 ranks alone, and then it computes all others. With ``--resume`` it measures what today's file lacks.
+
+``--save`` writes docs/results/simulate-<date>.json after each group of ranks; its profile is one for
+``qccl-bench simulate --profile``. ``--write docs/results-collectives.md`` replaces that page's table.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+from runs import allreduce, machine, measured_on, rewrite_table, table
+
+from qccl import dtypes
+from qccl.bench.calls import Case
+from qccl.bench.doctor import measure_speed
+from qccl.bench.params import codec_of
+from qccl.bench.simulated import Constants, Machines, Profile, simulated
+from qccl.bench.sizes import format_size, parse_link, parse_rate
+from qccl.scalars import parse_seconds
+
+_RESULTS = Path(__file__).parent.parent / "docs" / "results"
+#: links with their delays
+NETWORKS = "100mbit,1gbit,100mbit 25ms,1gbit 5ms"
+CODECS = "minmax8,minmax4,none"
+#: of which the constants are fitted
+FITTED_RANKS = 2
+#: sizes of calls, and how often each is timed. With a delay ranks begin a round at different times, so it has several
+_CALLS = ("-b", "2K", "-e", "1M", "-f", "8", "-n", "40", "-w", "2", "-c", "0")
+#: elements whose encoding is timed
+_TIMED = 256 << 10
+#: factors by which a constant is changed to see whether that fits better, coarse ones first
+_FACTORS = (2.0, 1.4, 1.2, 1.1, 1.05)
+#: no constant is changed by more: two ranks alone cannot tell what a message costs from what its bytes cost
+_FARTHEST = 3.0
+_FITTED = ("latency", "message", "byte", "operation")
+COLUMNS = ("ranks", "link", "delay", "calls", "median error", "largest error", "of", "ms", "computed")
+
+
+@click.command()
+@click.option("--ranks", default="2,3,4,8", show_default=True)
+@click.option("--networks", default=NETWORKS, show_default=True)
+@click.option("--codecs", default=CODECS, show_default=True)
+@click.option("--resume", is_flag=True, help="Keep what today's file has.")
+@click.option("--save", is_flag=True, help="Write the results file.")
+@click.option("--write", help="A page whose table is to be replaced: docs/results-collectives.md.")
+def main(**given: Any) -> None:
+    """Measure, compute, and print both."""
+    path = _RESULTS / f"simulate-{date.today().isoformat()}.json"
+    document = json.loads(path.read_text(encoding="utf-8")) if given["resume"] and path.exists() else {"rows": []}
+    document["machine"] = document.get("machine") or machine()
+    for _ in _measured(document, given):
+        if given["save"]:
+            path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    rows = computed(document)
+    for line in table(("ranks", "network", "size", "codec", "ms", "computed", "error"), map(_shown, rows)):
+        print(line)
+    text = "\n".join(table(COLUMNS, summary(rows))) + f"\n\n{verdict(rows)}\n\n" + measured_on(document["machine"])
+    print(f"\n{text}")
+    if given["save"]:
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if given["write"]:
+        rewrite_table(given["write"], "python bench/simulate_accuracy.py", text)
+
+
+def _measured(document: dict[str, Any], given: dict[str, Any]) -> Iterator[None]:
+    """Add to the document what it lacks: speeds of codecs, and times of calls."""
+    codecs = given["codecs"].split(",")
+    speeds = document.setdefault("speeds", {})
+    for codec in codecs:
+        if codec not in speeds and codec != "none":
+            found = measure_speed(codec_of(codec), _TIMED)
+            speeds[codec] = [found.encode, found.decode]
+    for ranks, network in itertools.product(map(int, given["ranks"].split(",")), given["networks"].split(",")):
+        if not any((row["ranks"], row["network"]) == (ranks, network) for row in document["rows"]):
+            document["rows"] += _timed(ranks, network, codecs)
+            yield
+
+
+def _timed(ranks: int, network: str, codecs: list[str]) -> list[dict[str, Any]]:
+    """The times of all sizes and codecs by ``qccl-bench allreduce``: the median of all rounds, in place and not."""
+    link, _, delay = network.partition(" ")
+    flags = ["--ranks", str(ranks), "--transport", "ucx", "--link", link]
+    flags += ["--delay", delay] if delay else []
+    document = allreduce(*flags, *_CALLS, "--codec", ",".join(codecs), "--plain", "none")
+    return [
+        {"ranks": ranks, "network": network, "codec": each["codec"], "size": each["size"]}
+        | {"seconds": statistics.median(each["out_of_place"]["time_rounds"] + each["in_place"]["time_rounds"]) / 1e6}
+        for each in document["results"]
+    ]
+
+
+# -- what the simulator computes ---------------------------------------------------------------------------------------
+
+
+def computed(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows with what the simulator computes, and its relative error; the document gets the profile."""
+    cores, speeds = document["machine"]["cores"], document["speeds"]
+    fitted = [row for row in document["rows"] if row["ranks"] == FITTED_RANKS]
+
+    def seconds(row: dict[str, Any], constants: Constants) -> float:
+        profile = Profile(constants, {codec: (encode, decode) for codec, (encode, decode) in speeds.items()})
+        return call_seconds(row, profile, cores)
+
+    def error(constants: Constants) -> float:
+        return statistics.mean(abs(math.log(seconds(row, constants) / row["seconds"])) for row in fitted)
+
+    constants = fit(Constants(), error)
+    document["profile"] = {"constants": asdict(constants), "speeds": speeds}
+    found = [row | {"computed": seconds(row, constants)} for row in document["rows"]]
+    return [row | {"error": row["computed"] / row["seconds"] - 1} for row in found]
+
+
+def call_seconds(row: dict[str, Any], profile: Profile, cores: int) -> float:
+    """The time of a row's call as the simulator computes it, on ranks that share ``cores`` processors.
+
+    The lab's limiter lets a burst pass a link that was idle. But calls follow each other, so the bytes of one take
+    their time at the link's rate at least.
+    """
+    link, _, delay = row["network"].partition(" ")
+    rate = parse_rate(link) if delay else parse_link(link)  # with a delay the lab has a forwarder, without bursts
+    share, seconds = min(1.0, cores / row["ranks"]), parse_seconds(delay) if delay else 0.0
+    machines = Machines(row["ranks"], rate, intra=5e9, delay=seconds, processors=share)
+    case = Case(row["size"] // 4, dtypes.FLOAT32, "sum")
+    call = simulated(case, codec_of(row["codec"]), "auto", None, machines, profile)
+    return max(call.timeline.total, call.wire_nbytes * profile.constants.headers / rate.rate)
+
+
+def fit(constants: Constants, error: Callable[[Constants], float]) -> Constants:
+    """The constants near which no change of a single one, by any of the factors, makes the error smaller."""
+    least, first = error(constants), constants
+    for factor in _FACTORS:
+        is_better = True
+        while is_better:
+            is_better = False
+            for name, each in itertools.product(_FITTED, (factor, 1 / factor)):
+                value = getattr(constants, name) * each
+                usual = getattr(first, name)
+                if not usual / _FARTHEST <= value <= usual * _FARTHEST:
+                    continue
+                tried = replace(constants, **{name: value})
+                if (found := error(tried)) < least * (1 - 1e-3):
+                    constants, least, is_better = tried, found, True
+    return constants
+
+
+def summary(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """The errors of each number of ranks and network, and the call with the largest one."""
+    for (ranks, network), each in itertools.groupby(rows, lambda row: (row["ranks"], row["network"])):
+        group = list(each)
+        worst = max(group, key=lambda row: abs(row["error"]))
+        link, _, delay = network.partition(" ")
+        of = f"{worst['codec']}, {format_size(worst['size'])}"
+        times = f"{worst['seconds'] * 1e3:.2f}", f"{worst['computed'] * 1e3:.2f}"
+        median = statistics.median(abs(row["error"]) for row in group)
+        yield str(ranks), link, delay or "none", str(len(group)), f"{median:.0%}", f"{worst['error']:+.0%}", of, *times
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """The median errors of the calls that no constant was fitted to, in words."""
+    others = [row for row in rows if row["ranks"] != FITTED_RANKS]
+    parts = []
+    for name, is_far in (("without a delay", False), ("with one", True)):
+        errors = [abs(row["error"]) for row in others if (" " in row["network"]) == is_far]
+        parts += [f"{statistics.median(errors):.0%} {name} ({len(errors)} calls)"] if errors else []
+    return f"Median error on other numbers of ranks than {FITTED_RANKS}: {', '.join(parts) or 'none were measured'}."
+
+
+def _shown(row: dict[str, Any]) -> tuple[str, ...]:
+    times = f"{row['seconds'] * 1e3:.2f}", f"{row['computed'] * 1e3:.2f}"
+    size = format_size(row["size"])
+    return str(row["ranks"]), row["network"], size, row["codec"], *times, f"{row['error']:+.0%}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""``qccl-bench simulate``: a collective's times on machines that one does not have, from its schedules."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+
+import qccl
+from qccl.bench import table
+from qccl.bench.cases import cases
+from qccl.bench.collective import check_sizes
+from qccl.bench.columns import columns_help
+from qccl.bench.doctor import measure_speed
+from qccl.bench.files import write_json
+from qccl.bench.kinds import KINDS
+from qccl.bench.measure import Row, Side
+from qccl.bench.options import DTYPES, NCCL_NAMES, OPS, STDOUT, Options
+from qccl.bench.params import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    codec_list,
+    codec_of,
+    list_of,
+    option,
+    output_file,
+    output_file_or_stdout,
+    split_codecs,
+)
+from qccl.bench.simulated import Machines, Profile, Simulated, simulated
+from qccl.bench.sizes import Link, format_size, parse_rate, parse_size
+from qccl.codecs import Codec, NoCodec
+from qccl.dtypes import FLOAT32
+from qccl.errors import ArgumentError, CodecError
+from qccl.scalars import parse_seconds
+from qccl.trace import write_trace
+
+__all__ = ["crossovers", "simulate"]
+
+#: the codec, and in the table the row, that is the fastest of the others
+AUTO = "auto"
+PLAIN = NoCodec().spec()
+#: all but those with parameters of their own
+_COLLECTIVES = [name for name in KINDS if name not in ("hierarchical_allreduce", "allreduce_coalesced")]
+#: elements whose encoding is timed: with the usual codecs all take less than a second
+_TIMED = 256 << 10
+
+_NODE_HELP = "Ranks of a node, which share its link: rank r is on node r // N [1]."
+_INTER_HELP = "Rate of each node's link, in each direction, e.g. 25gbit or 3GBps [10gbit]."
+_INTRA_HELP = "Rate of each rank inside its node, e.g. 300GBps [5GBps]."
+_DELAY_HELP = "Each packet is under way this long from one node to another, e.g. 5us, beyond the delay of one room."
+_CODEC_HELP = "Codecs to compare, e.g. minmax8,none; auto: the fastest of the others at each size [minmax8,minmax4]."
+_ALGORITHM_HELP = "Algorithms to compare, e.g. auto,two_round; of several nodes auto takes two levels [auto]."
+_ENCODE_HELP = "Values that a processor encodes in a second, e.g. 4GBps, with all codecs [measured here]."
+_DECODE_HELP = "Values that a processor decodes in a second."
+_PROFILE_HELP = "Take constants, and speeds of codecs, from a file that --json wrote, not from this machine."
+_PROCESSORS_HELP = "Processors of each rank; 0.5 if two ranks share one [1]."
+_JSON_HELP = "Write the figures and the profile; -: to standard output, the table to standard error."
+_TRACE_HELP = "Write a timeline of one call (largest size, first codec) for Perfetto: the ranks of the first node."
+
+
+def _profile(text: str) -> Profile:
+    try:
+        return Profile.read(Path(text).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{text!r} cannot be read: {error.strerror}") from error
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _codecs(text: str) -> tuple[str, ...]:
+    """codec_list(), in which AUTO may be, too."""
+    return tuple(AUTO if part == AUTO else codec_list(part)[0] for part in split_codecs(text))
+
+
+@click.command(epilog=columns_help(), short_help="Compute a collective's times on machines that you do not have.")
+@click.argument("collective", type=click.Choice(_COLLECTIVES))
+@option("--ranks", AT_LEAST_1, "N", "Ranks of the job [2].", 2)
+@option("--node-size", AT_LEAST_1, "N", _NODE_HELP, 1)
+@option("--inter", parse_rate, "RATE", _INTER_HELP, "10gbit")
+@option("--intra", parse_rate, "RATE", _INTRA_HELP, "5GBps")
+@click.option("--link-per-rank", is_flag=True, help="Each rank of a node has a link of its own.")
+@option("--delay", parse_seconds, "TIME", _DELAY_HELP)
+@option("--processors", click.FloatRange(min=0, min_open=True), "N", _PROCESSORS_HELP, 1.0)
+@option("-b --minbytes", parse_size, "SIZE", "Smallest size [64K].", "64K")
+@option("-e --maxbytes", parse_size, "SIZE", "Largest size [64M].", "64M")
+@option("-f --stepfactor", click.IntRange(min=2), "N", "Factor to the next [4].", 4)
+@option("-o --op ops", list_of(OPS), "LIST", f"{', '.join(OPS)} or all [sum].", "sum")
+@option("-d --datatype dtypes", list_of(tuple(DTYPES)), "LIST", f"{', '.join(DTYPES)} or all [float].", "float")
+@option("-r --root", AT_LEAST_0, "RANK", "Root of a broadcast or reduce [0].", 0)
+@option("--codec codecs", _codecs, "LIST", _CODEC_HELP, "minmax8,minmax4")
+@option("--algorithm algorithms", _names, "LIST", _ALGORITHM_HELP, "auto")
+@option("--chunk", AT_LEAST_1, "N", "Elements of a chunk, at most.")
+@option("--encode", parse_rate, "RATE", _ENCODE_HELP)
+@option("--decode", parse_rate, "RATE", _DECODE_HELP)
+@option("--profile", _profile, "FILE", _PROFILE_HELP)
+@option("-J --json path", output_file_or_stdout, "FILE", _JSON_HELP)
+@option("--trace", output_file, "FILE", _TRACE_HELP)
+def simulate(inter: Link, intra: Link, path: str | None, trace: str | None, **given: Any) -> None:
+    """Compute the times of a COLLECTIVE on machines that you do not have, with each codec, from its schedules.
+
+    For example: qccl-bench simulate allreduce --ranks 1024 --node-size 8 --inter 25gbit --intra 300GBps --delay 5us
+
+    The table is that of the command with the collective's name, whose calls run. Nothing runs here: the schedules of
+    these calls are timed with the rates given, and with the costs of UCX over TCP. Encoding and decoding are measured
+    on one core of this machine.
+    """
+    rates = given.pop("encode"), given.pop("decode")
+    names = ("ranks", "node_size", "link_per_rank", "processors")
+    machines = Machines(
+        **{name: given.pop(name) for name in names}, inter=inter, intra=intra.rate, delay=given.pop("delay") or 0.0
+    )
+    algorithms, profile = given.pop("algorithms"), given.pop("profile")
+    options = Options(**given, args=("qccl-bench", *sys.argv[1:]), json=path, trace=trace)
+    _check(options, machines, algorithms, rates, profile)
+    table_to_stderr = path == STDOUT
+    run = _Run(options, machines, algorithms, _with_speeds(profile, options.codecs, rates))
+    try:
+        for line in run.lines():
+            click.echo(line, err=table_to_stderr)
+    except (ArgumentError, CodecError) as error:
+        raise click.UsageError(str(error)) from error
+    if path == STDOUT:
+        click.echo(json.dumps(run.document(), indent=1))
+    elif path is not None:
+        write_json(path, run.document())
+    if trace is not None and run.traced is not None:
+        write_trace(trace, run.traced.timeline.events)
+    for written in (path, trace):
+        if written not in (None, STDOUT):
+            click.echo(f"# Wrote {written}", err=table_to_stderr)
+
+
+def _check(
+    options: Options,
+    machines: Machines,
+    algorithms: Sequence[str],
+    rates: tuple[Link | None, Link | None],
+    profile: Profile | None,
+) -> None:
+    """Raise UsageError for options that contradict each other."""
+    check_sizes(options)
+    kind = KINDS[options.collective]
+    for each in algorithms:
+        if each not in (allowed := ("auto", *kind.algorithms)):
+            raise click.UsageError(
+                f"--algorithm {each}: {options.collective} has {', '.join(allowed)}; give some of them"
+            )
+    if (rates[0] is None) != (rates[1] is None):
+        raise click.UsageError("--encode and --decode go together; give both, or none to measure the codecs here")
+    if rates[0] is not None and profile is not None:
+        raise click.UsageError("--encode and --decode would replace the speeds of --profile; leave them or it out")
+    if machines.node_size == 1 and machines.link_per_rank:
+        raise click.UsageError("--link-per-rank has no effect without --node-size, because every rank has a link then")
+    if AUTO in options.codecs and set(options.codecs) == {AUTO}:
+        raise click.UsageError(
+            "--codec auto alone has nothing to choose from; add codecs, such as minmax8,minmax4,auto"
+        )
+
+
+def _with_speeds(profile: Profile | None, codecs: Sequence[str], rates: tuple[Link | None, Link | None]) -> Profile:
+    """The profile with the speeds of the codecs: given, or measured on one core of this machine where it has none."""
+    found = profile or Profile()
+    speeds = dict(found.speeds)
+    for spec in codecs:
+        name = spec if spec == AUTO else codec_of(spec).spec()
+        if name in speeds or name in (AUTO, PLAIN):
+            continue
+        encode, decode = rates
+        if encode is not None and decode is not None:
+            speeds[name] = FLOAT32.itemsize / encode.rate, FLOAT32.itemsize / decode.rate
+        else:
+            measured = measure_speed(codec_of(spec), _TIMED)
+            speeds[name] = measured.encode, measured.decode
+    return replace(found, speeds=speeds)
+
+
+class _Run:
+    """All calls of a command, size by size.
+
+    Attributes:
+        pairs: the rows of the codecs, each with that of the plain call.
+        traced: the call of the largest size with the first codec, so far.
+    """
+
+    def __init__(self, options: Options, machines: Machines, algorithms: Sequence[str], profile: Profile) -> None:
+        self._options, self._machines, self._algorithms, self._profile = options, machines, algorithms, profile
+        self.pairs: list[tuple[Row, Row | None]] = []
+        self.traced: Simulated | None = None
+
+    def lines(self) -> Iterator[str]:
+        """The table, each row when it is computed, and what follows from it."""
+        o, machines = self._options, self._machines
+        yield from _head(o, machines, self._profile)
+        for case in cases(o, machines.ranks):
+            plain = None if PLAIN in o.codecs else self._row(case, NoCodec(), self._algorithms[0], PLAIN)
+            if plain is not None:
+                yield table.row(plain, None, machines.ranks, machines.inter)
+            rows = list(self._rows(case))
+            if AUTO in o.codecs:
+                best = min(rows, key=lambda row: row.out_of_place.seconds)
+                rows.append(replace(best, codec=AUTO, algorithm=f"{best.codec}, {best.algorithm}"))
+            if plain is None:
+                plain = next(row for row in rows if row.codec.split(",")[0] == PLAIN)
+            for row in rows:
+                self.pairs.append((row, plain))
+                yield table.row(row, plain, machines.ranks, machines.inter)
+        yield from table.footer(table.totals(self.pairs, machines.ranks, machines.inter), PLAIN)
+        for text in crossovers([row for row, _ in self.pairs]):
+            yield f"# {text}"
+
+    def _rows(self, case: Any) -> Iterator[Row]:
+        specs = [spec for spec in self._options.codecs if spec != AUTO]
+        for spec in specs:
+            for algorithm in self._algorithms:
+                name = spec if len(self._algorithms) == 1 else f"{spec}, {algorithm}"
+                is_first = spec == specs[0] and algorithm == self._algorithms[0]
+                yield self._row(case, codec_of(spec), algorithm, name, is_traced=is_first)
+
+    def _row(self, case: Any, codec: Codec, algorithm: str, name: str, *, is_traced: bool = False) -> Row:
+        call = simulated(case, codec, algorithm, self._options.chunk, self._machines, self._profile)
+        if is_traced:
+            self.traced = call
+        side = Side((call.timeline.total,), None, None, None)
+        return Row(case, name, call.algorithm, call.wire_nbytes, side, None)
+
+    def document(self) -> dict[str, Any]:
+        """The figures and the profile, for --json and --profile."""
+        plain = dict.fromkeys(pair[1] for pair in self.pairs if pair[1] is not None)
+        rows = dict.fromkeys((*plain, *(row for row, _ in self.pairs)))
+        return {
+            "qccl_version": qccl.__version__,
+            "args": list(self._options.args),
+            "machines": asdict(self._machines),
+            "profile": asdict(self._profile),
+            "results": [_result(row, self._machines.ranks) for row in rows],
+            "crossovers": list(crossovers([row for row, _ in self.pairs])),
+        }
+
+
+def _head(options: Options, machines: Machines, profile: Profile) -> Iterator[str]:
+    m = machines
+    nodes = f"{-(-m.ranks // m.node_size)} nodes of {m.node_size} ranks, " if m.node_size > 1 else ""
+    each = "rank" if m.link_per_rank or m.node_size == 1 else "node"
+    yield f"# qccl-bench {qccl.__version__} simulate {options.collective}: computed, nothing was run; plain: {PLAIN}"
+    yield (
+        f"# ranks {m.ranks}: {nodes}{m.inter.name} per {each}, delay {m.delay * 1e6:g} us, "
+        f"{m.intra / 1e9:g} GB/s inside a node, {m.processors:g} processors per rank"
+    )
+    for name, (encode, decode) in profile.speeds.items():
+        yield f"# {name}: a processor encodes {4e-9 / encode:.3g} and decodes {4e-9 / decode:.3g} GB/s of values"
+    yield "#"
+    yield from table.header(PLAIN, lab=True)
+
+
+def crossovers(rows: Sequence[Row]) -> Iterator[str]:
+    """For each element type and operation, which row is the fastest up to which size; between two sizes by powers."""
+    rows = [row for row in rows if row.codec != AUTO]
+    for (dtype, op), group in groupby(rows, lambda row: (row.case.dtype.name, row.case.op)):
+        times: dict[int, dict[str, float]] = {}
+        for row in group:
+            times.setdefault(row.case.nbytes, {})[row.codec] = row.out_of_place.seconds
+        best = [(size, min(found, key=found.__getitem__)) for size, found in sorted(times.items())]
+        text = f"{best[0][1]} is the fastest"
+        for (low, old), (high, new) in pairwise(best):
+            if old != new:
+                text += f" up to about {_rounded(_crossing(low, high, times, old, new))} bytes, then {new}"
+        yield f"{dtype}, {op}: {text}"
+
+
+def _crossing(low: int, high: int, times: dict[int, dict[str, float]], old: str, new: str) -> float:
+    """The size between two at which both take the same time, if times are powers of the size."""
+    before, after = (math.log(times[size][new] / times[size][old]) for size in (low, high))
+    share = before / (before - after) if before != after else 0.5
+    return float(low * (high / max(low, 1)) ** share)
+
+
+def _rounded(nbytes: float) -> str:
+    """Two digits are all that is known."""
+    unit = 10 ** max(0, math.floor(math.log10(max(nbytes, 1))) - 1)
+    return format_size(round(nbytes / unit) * unit)
+
+
+def _result(row: Row, ranks: int) -> dict[str, Any]:
+    side = row.out_of_place
+    return {
+        "size": row.case.nbytes,
+        "count": row.case.count,
+        "type": NCCL_NAMES[row.case.dtype.name],
+        "redop": row.case.op,
+        "codec": row.codec,
+        "algorithm": row.algorithm,
+        "wire_bytes": row.wire_nbytes,
+        "time": side.seconds * 1e6,
+        "alg_bw": table.algbw(row, side),
+        "bus_bw": table.busbw(row, side, ranks),
+    }

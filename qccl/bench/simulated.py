@@ -1,0 +1,208 @@
+"""Calls of ``qccl-bench simulate``: machines and codecs as the simulator's costs, and the schedules of a call.
+
+The constants of UCX are those of ``qccl.costs.step``, with which the doctor predicts steps. A call is simulated with
+the schedules of the first node's ranks if all nodes do the same, and otherwise with those of all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from qccl.analysis.simulate import Costs, Timeline, simulate
+from qccl.bench.calls import Case, Wiring, parameters_of, spec_of_case
+from qccl.bench.kinds import KINDS
+from qccl.bench.sizes import Link
+from qccl.codecs import Codec, NoCodec
+from qccl.collectives import CollectiveSpec, HierarchicalSpec
+from qccl.collectives.topology import for_nodes
+from qccl.costs.step import ADD, BYTE, HEADER_NBYTES, HEADERS, LATENCY, MESSAGE
+from qccl.dtypes import FLOAT32
+from qccl.errors import ArgumentError
+from qccl.schedule import Schedule
+from qccl.transports.ucx import UcxTransport
+
+__all__ = ["Constants", "Machines", "Profile", "Simulated", "simulated"]
+
+#: up to so many ranks all are simulated, also where parts differ by a bucket
+_ALL_RANKS = 16
+#: the most ranks that are simulated one by one
+_MOST_RANKS = 1024
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of a simulated job.
+
+    Attributes:
+        ranks: their number.
+        inter: the link of each node, or with ``link_per_rank`` of each rank.
+        intra: bytes per second that a rank sends to, and receives from, its own node.
+        delay: seconds that a packet is under way to another node, beyond those in one room.
+        node_size: ranks of a node.
+        processors: of each rank; less than 1 if ranks share one.
+    """
+
+    ranks: int
+    inter: Link
+    intra: float
+    delay: float = 0.0
+    node_size: int = 1
+    link_per_rank: bool = False
+    processors: float = 1.0
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The number of each rank's node."""
+        return tuple(rank // self.node_size for rank in range(self.ranks))
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a call costs beyond its bytes and its codec; all times are seconds.
+
+    Attributes:
+        latency: until a message is noticed.
+        message, byte: of a processor, for each message and each of its bytes, on either side.
+        operation: of a processor, to start an operation.
+        headers: time on the link in relation to that of the payload.
+    """
+
+    latency: float = LATENCY
+    message: float = MESSAGE
+    byte: float = BYTE
+    operation: float = Costs().overhead
+    headers: float = HEADERS
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A machine: its constants, and seconds to encode and to decode an element of float32, by codec."""
+
+    constants: Constants = field(default_factory=Constants)
+    speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    @staticmethod
+    def read(text: str) -> Profile:
+        """The profile in a file that ``--json`` wrote. Raises ValueError."""
+        try:
+            given = json.loads(text)["profile"]
+            constants = Constants(**{name: _positive(value) for name, value in given["constants"].items()})
+            speeds = {
+                name: (_positive(encode), _positive(decode)) for name, (encode, decode) in given["speeds"].items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the file has no profile ({type(error).__name__}: {error}); give one that qccl-bench simulate --json "
+                f"wrote"
+            ) from error
+        return Profile(constants, speeds)
+
+    def rates(self, codec: Codec) -> tuple[float, float]:
+        """Bytes of float32 that are encoded and decoded per second; values that are not encoded are copied."""
+        encode, decode = (ADD, ADD) if codec == NoCodec() else self.speeds[codec.spec()]
+        return FLOAT32.itemsize / encode, FLOAT32.itemsize / decode
+
+
+def _positive(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{value!r} is not a positive number")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A simulated call.
+
+    Attributes:
+        algorithm: the schedule's name.
+        wire_nbytes: bytes that the busiest link sends.
+        timeline: of all ranks, or of those of the first node.
+    """
+
+    algorithm: str
+    wire_nbytes: int
+    timeline: Timeline
+
+
+def simulated(
+    case: Case, codec: Codec, algorithm: str, chunk: int | None, machines: Machines, profile: Profile
+) -> Simulated:
+    """Simulate one call over UCX's TCP. Raises ArgumentError for calls that are impossible, or too large for this."""
+    given = {"layout": "sharded", "intra": "none", "node_ids": machines.nodes}
+    parameters, ranks = parameters_of(case, algorithm, given), machines.ranks
+    is_uniform = ranks % machines.node_size == 0 and "root" not in KINDS[case.kind].parameters
+
+    def spec_of(rank: int) -> CollectiveSpec:
+        return for_nodes(spec_of_case(case, codec, chunk, parameters, rank, ranks), machines.nodes)
+
+    period, count = ranks, case.count
+    if is_uniform and ranks > _ALL_RANKS:
+        period, count = _repeated(spec_of(0), machines)
+    if period > _MOST_RANKS:
+        why = "in so short a vector most have nothing to reduce" if is_uniform else "they do different things"
+        raise ArgumentError(
+            f"{ranks} ranks with {case.count} elements would be simulated one by one, because {why}; that is possible "
+            f"up to {_MOST_RANKS}: give fewer --ranks{', or a larger -b' if is_uniform else ''}"
+        )
+    specs = (replace(spec_of(rank), count=count) for rank in range(period))
+    schedules = [spec.schedule(rank, ranks, in_place=False) for rank, spec in enumerate(specs)]
+    timeline = simulate(schedules, _costs(machines, profile, codec), rules="eager")
+    return Simulated(schedules[0].name, _wire_nbytes(schedules, machines), timeline)
+
+
+def _repeated(spec: CollectiveSpec, machines: Machines) -> tuple[int, int]:
+    """After how many ranks of a uniform job their schedules repeat, and for how many elements, as many or a few more.
+
+    In two rounds each rank reduces a shard. The elements are then rounded up so that all shards have as many buckets,
+    or that every so many ranks one has a bucket: the largest shard decides.
+    """
+    ranks, size, granule = machines.ranks, machines.node_size, spec.codec.granule
+    if isinstance(spec, HierarchicalSpec):
+        in_rounds, granule = spec.levels().algorithm == "two_round", math.lcm(granule, NoCodec().granule)
+    else:
+        in_rounds = spec.schedule(0, ranks, in_place=False).name == "two_round"
+    if not in_rounds:
+        return size, spec.count
+    buckets = -(-spec.count // granule)
+    if buckets >= ranks:
+        return size, -(-buckets // ranks) * ranks * granule
+    owners = next(n for n in range(buckets, ranks + 1) if ranks % n == 0)
+    period = ranks // owners * size
+    repeats = ranks % period == 0 and owners <= 2 * buckets
+    return (period, owners * granule) if repeats else (ranks, spec.count)
+
+
+def _costs(machines: Machines, profile: Profile, codec: Codec) -> Costs:
+    constants = profile.constants
+    encode, decode = profile.rates(codec)
+    return Costs(
+        link_rate=machines.inter.rate / constants.headers,
+        burst=machines.inter.burst,
+        latency=constants.latency + machines.delay,
+        encode_rate=encode,
+        decode_rate=decode,
+        rates={NoCodec(): profile.rates(NoCodec())},
+        overhead=constants.operation,
+        message=constants.message,
+        byte=constants.byte,
+        header=HEADER_NBYTES,
+        eager=UcxTransport.eager_nbytes,
+        node_size=machines.node_size,
+        link_per_rank=machines.link_per_rank,
+        intra_rate=machines.intra,
+        intra_latency=constants.latency,
+        processors=min(1.0, machines.processors),
+    )
+
+
+def _wire_nbytes(schedules: list[Schedule], machines: Machines) -> int:
+    """Bytes that the busiest link sends, headers not counted."""
+    links = range(machines.ranks) if machines.link_per_rank else machines.nodes
+    wiring, sent = Wiring(machines.nodes, tuple(links)), dict.fromkeys(links, 0)
+    for schedule in schedules:
+        sent[wiring.links[schedule.rank]] += wiring.crossing(schedule)
+    return max(sent.values())

@@ -1,0 +1,247 @@
+"""``qccl-bench simulate``: its table, what it makes of machines and sizes, its profile, and its errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from qccl import codecs
+from qccl.bench import simulated as module
+from qccl.bench.calls import Case
+from qccl.bench.cli import main
+from qccl.bench.measure import Row, Side
+from qccl.bench.simulate import crossovers
+from qccl.bench.simulated import Constants, Machines, Profile, simulated
+from qccl.bench.sizes import parse_rate
+from qccl.bench.table import header
+from qccl.dtypes import FLOAT32
+from qccl.errors import ArgumentError
+
+SPEEDS = {"minmax4": (0.2e-9, 0.15e-9), "minmax8": (0.2e-9, 0.2e-9)}
+PROFILE = Profile(Constants(), SPEEDS)
+GIGABIT = parse_rate("1gbit")
+_PAGE = Path(__file__).parent.parent.parent / "docs" / "algorithms.md"
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["simulate", *arguments])
+
+
+def figures(*arguments: str) -> dict[str, Any]:
+    """The JSON of a run whose codecs are not measured."""
+    result = run(*arguments, "--encode", "20GBps", "--decode", "20GBps", "--json", "-")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def seconds(case: Case, codec: str, machines: Machines) -> float:
+    return simulated(case, codecs.get(codec), "auto", None, machines, PROFILE).timeline.total
+
+
+def test_the_table_is_that_of_allreduce() -> None:
+    given = ("--ranks", "4", "-b", "64K", "-e", "1M", "-f", "4", "--codec", "minmax8,minmax4,auto")
+    lines = run("allreduce", *given).output.splitlines()
+    head = header("none", lab=True)
+    assert [line for line in lines if line in head] == head
+    rows = [line.split() for line in lines if not line.startswith("#")]
+    assert [row[-1] for row in rows] == ["none", "minmax8", "minmax4", "auto"] * 3
+    assert [int(row[0]) for row in rows] == [64 << 10] * 4 + [256 << 10] * 4 + [1 << 20] * 4
+    for group in (rows[:4], rows[4:8], rows[8:]):
+        times = [float(row[5]) for row in group]
+        assert times[3] == min(times[1:3])  # the fastest of the list
+        assert all(row[8:13] == ["N/A"] * 5 for row in group)  # nothing was checked, and nothing ran in place
+        assert all(float(row[5]) >= float(row[-4]) for row in group)  # no call is faster than its bytes
+    assert "# float32, sum: minmax4 is the fastest" in lines
+
+
+def test_the_issues_example_takes_representatives_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,024 ranks: the schedules of 8 of them, or of a few times as many where not all have a bucket."""
+    made: list[int] = []
+    real = module.simulate
+    monkeypatch.setattr(
+        module, "simulate", lambda each, *args, **how: made.append(len(each)) or real(each, *args, **how)
+    )
+    machines = ("--ranks", "1024", "--node-size", "8", "--inter", "25gbit", "--intra", "300GBps", "--delay", "5us")
+    found = figures("allreduce", *machines, "--codec", "minmax4", "-b", "1M", "-e", "16M", "-f", "16")
+    assert made == [32, 32, 8, 8]  # none and minmax4: 256 buckets of 1,024, then 4,096
+    assert found["machines"]["inter"]["rate"] == 25e9 / 8 and found["machines"]["intra"] == 300e9
+    assert {each["algorithm"] for each in found["results"]} == {"hierarchical"}
+
+
+@pytest.mark.slow
+def test_ten_thousand_ranks() -> None:
+    found = figures("allreduce", "--ranks", "10000", "--node-size", "8", "-b", "64M", "-e", "64M", "--codec", "minmax4")
+    assert [each["codec"] for each in found["results"]] == ["none", "minmax4"]
+    assert all(each["time"] > 10_000 * 2 * 11 for each in found["results"])  # the headers alone
+
+
+@pytest.mark.parametrize("codec", ["minmax4", "none"])
+@pytest.mark.parametrize(("ranks", "node_size"), [(4, 1), (8, 1), (8, 2), (6, 2)])
+@pytest.mark.parametrize("buckets", [0.01, 0.2, 0.5, 1, 3, 10])
+def test_representatives_take_as_long_as_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, buckets: float, ranks: int, node_size: int, codec: str
+) -> None:
+    """Where the elements are as many as are simulated: a number of buckets for each rank, or for every so many."""
+    granule = codecs.get(codec).granule
+    case = Case(max(1, round(buckets * ranks)) * granule, FLOAT32, "sum")
+    machines = Machines(ranks, GIGABIT, 5e9, node_size=node_size)
+    every = seconds(case, codec, machines)
+    monkeypatch.setattr(module, "_ALL_RANKS", 1)
+    periods: list[int] = []
+    real = module._repeated
+    monkeypatch.setattr(module, "_repeated", lambda *given: periods.append(real(*given)) or periods[-1])
+    found = seconds(case, codec, machines)
+    assert found == pytest.approx(every, rel=0.15 if periods[0][1] != case.count else 1e-9)
+
+
+@pytest.mark.parametrize("collective", ["reduce_scatter", "all_gather", "all_to_all", "peer_exchange"])
+@pytest.mark.parametrize("node_size", [1, 2])
+def test_other_collectives_repeat_by_node(monkeypatch: pytest.MonkeyPatch, collective: str, node_size: int) -> None:
+    case, machines = Case(6 * 5000, FLOAT32, "none", collective), Machines(6, GIGABIT, 5e9, node_size=node_size)
+    if collective == "reduce_scatter":
+        case = replace(case, op="sum")
+    every = seconds(case, "minmax8", machines)
+    monkeypatch.setattr(module, "_ALL_RANKS", 1)
+    assert seconds(case, "minmax8", machines) == pytest.approx(every, rel=0.02)
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
+def test_ranks_that_differ_are_simulated_one_by_one(collective: str) -> None:
+    found = figures(collective, "--ranks", "20", "--root", "3", "-b", "64K", "-e", "64K", "--codec", "minmax8")
+    assert [each["codec"] for each in found["results"]] == ["none", "minmax8"]
+    result = run(collective, "--ranks", "5000", "-b", "64K", "-e", "64K", "--encode", "1GBps", "--decode", "1GBps")
+    assert result.exit_code == 2
+    assert "5000 ranks" in result.output and "do different things" in result.output and "fewer --ranks" in result.output
+
+
+def test_so_short_a_vector_for_so_many_ranks_is_refused() -> None:
+    """Of 10,007 ranks, a prime number, one has a bucket."""
+    with pytest.raises(ArgumentError, match=r"in so short a vector most have nothing to reduce.*or a larger -b"):
+        simulated(
+            Case(3000, FLOAT32, "sum"),
+            codecs.get("minmax4"),
+            "two_round",
+            None,
+            Machines(10007, GIGABIT, 5e9, node_size=1),
+            PROFILE,
+        )
+
+
+def test_delay_rate_and_processors_matter() -> None:
+    case, machines = Case(1 << 20, FLOAT32, "sum"), Machines(4, GIGABIT, 5e9)
+    usual = seconds(case, "minmax8", machines)
+    assert seconds(case, "minmax8", replace(machines, delay=0.05)) >= 2 * 0.05 > 2 * usual
+    assert seconds(case, "minmax8", replace(machines, inter=parse_rate("100mbit"))) > 5 * usual
+    assert seconds(case, "minmax8", replace(machines, processors=0.01)) > 2 * usual
+
+
+def test_a_profile_is_used_again(tmp_path: Path) -> None:
+    first = tmp_path / "first.json"
+    given = ("allreduce", "-b", "1M", "-e", "1M", "--codec", "minmax8", "--json")
+    result = run(*given, str(first))
+    assert result.exit_code == 0 and f"# Wrote {first}" in result.output
+    again = run(*given, "-", "--profile", str(first))
+    assert json.loads(again.stdout)["results"] == json.loads(first.read_text())["results"]
+    changed = json.loads(first.read_text())
+    changed["profile"]["constants"]["latency"] = 1.0
+    first.write_text(json.dumps(changed))
+    assert json.loads(run(*given, "-", "--profile", str(first)).stdout)["results"][0]["time"] > 2e6
+
+
+def test_a_timeline_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    result = run("allreduce", "--ranks", "4", "-b", "1M", "-e", "1M", "--codec", "minmax8", "--trace", str(path))
+    assert result.exit_code == 0 and f"# Wrote {path}" in result.output
+    records = json.loads(path.read_text())["traceEvents"]
+    assert {each["pid"] for each in records} == {0, 1, 2, 3}
+    assert any(each["name"].startswith("encode") for each in records)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["allreduce", "--inter", "25"], "'25' is not a rate; give bits per second such as 100mbit or 25gbit"),
+        (["allreduce", "--inter", "0gbit"], "'0gbit' is not a rate"),
+        (["allreduce", "--delay", "soon"], "'soon' is not a time"),
+        (["allreduce", "--codec", "minmax9"], "bits"),
+        (["allreduce", "--codec", "auto"], "--codec auto alone has nothing to choose from; add codecs"),
+        (["allreduce", "--algorithm", "ring"], "--algorithm ring: allreduce has auto, one_shot, two_round"),
+        (["all_gather", "--algorithm", "one_shot"], "--algorithm one_shot: all_gather has auto"),
+        (["allreduce", "--encode", "1GBps"], "--encode and --decode go together"),
+        (["allreduce", "--link-per-rank"], "--link-per-rank has no effect without --node-size"),
+        (["allreduce", "-b", "2M", "-e", "1M"], "is less than -b"),
+        (["broadcast", "--root", "7"], "root=7 is not a rank"),
+        (["allreduce", "--profile", "no-such-file"], "'no-such-file' cannot be read"),
+        (["allreduce", "--ranks", "0"], "0 is not in the range"),
+        (["hierarchical_allreduce"], "is not one of"),
+    ],
+)
+def test_errors_say_what_is_allowed(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"profile": 3}',
+        '{"profile": {"constants": {"latency": -1}, "speeds": {}}}',
+        '{"profile": {"constants": {"latency": NaN}, "speeds": {}}}',
+        '{"profile": {"constants": {"speed": 1}, "speeds": {}}}',
+        '{"profile": {"constants": {}, "speeds": {"minmax8": [1]}}}',
+        '{"profile": {"constants": {}, "speeds": {"minmax8": [1, true]}}}',
+        '{"profile": {"constants": {}, "speeds": []}}',
+    ],
+)
+def test_a_file_without_a_profile_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="the file has no profile"):
+        Profile.read(text)
+
+
+def test_rates_are_bits_or_bytes() -> None:
+    assert [parse_rate(text).rate for text in ("100mbit", "25gbit", "300GBps", "1.5MBps")] == [
+        12.5e6,
+        3.125e9,
+        3e11,
+        1.5e6,
+    ]
+
+
+def row(codec: str, nbytes: int, time: float) -> Row:
+    return Row(Case(nbytes // 4, FLOAT32, "sum"), codec, "two_round", nbytes, Side((time,), None, None, None), None)
+
+
+def test_crossovers_lie_where_both_take_the_same_time() -> None:
+    """A constant time meets one that is in proportion to the size, at 2,000 bytes."""
+    rows = [row(name, size, time) for size in (1000, 4000) for name, time in (("a", size * 1e-6), ("b", 2e-3))]
+    assert list(crossovers(rows)) == ["float32, sum: a is the fastest up to about 2000 bytes, then b"]
+    assert list(crossovers(rows[:2])) == ["float32, sum: a is the fastest"]
+    assert list(crossovers([*rows, row("auto", 1000, 1e-9)])) == list(crossovers(rows))
+
+
+MANY_RANKS = re.findall(
+    r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", _PAGE.read_text(encoding="utf-8"), re.MULTILINE
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "short", "long", "headers"),
+    [pytest.param(*row, marks=pytest.mark.slow if int(row[0]) > 100 else ()) for row in MANY_RANKS],
+)
+def test_the_page_of_algorithms_has_these_figures(ranks: str, short: str, long: str, headers: str) -> None:
+    given = ("--ranks", ranks, "--node-size", "8", "--inter", "25gbit", "--intra", "300GBps", "--delay", "5us")
+    found = figures("allreduce", *given, "-b", "64K", "-e", "16M", "-f", "256", "--codec", "minmax4")
+    times = [f"{each['time'] / 1e3:.2f}" for each in found["results"] if each["codec"] == "minmax4"]
+    assert times == [short, long]
+    assert f"{2 * (int(ranks) - 1) * Constants().message * 1e3:.2f}" == headers
