@@ -367,13 +367,15 @@ def _seconds_to_target(document: Document, row: dict[str, Any]) -> float | None:
 def draw(documents: Sequence[Document], path: Path) -> None:
     """Draw quality by time, a panel for each model and link of the headlines; a method has one colour in all of them.
 
-    The figure is narrow, so that its texts can be read on a phone, too.
+    Methods that reach the target in no training are left out. The figure is narrow, so that its texts can be read on a
+    phone, too.
     """
     import matplotlib.pyplot as plt
 
     documents = [_in_order(document) for document in documents]
-    methods = dict.fromkeys(row["method"] for document in documents for row in document["curves"])
-    colours = dict(zip(methods, plt.get_cmap("tab20").colors, strict=False))
+    curves = [(document, row["method"]) for document in documents for row in document["curves"]]
+    methods = dict.fromkeys(method for document, method in curves if any(_steps(document, method)))
+    colours = dict(zip(methods, [*plt.get_cmap("tab20").colors, *plt.get_cmap("tab20b").colors], strict=False))
     links = [link for has_delay in (False, True) if (link := _headline_link(documents, has_delay))]
     shown = [(document, link) for link in links for document in documents]
     figure, panels = plt.subplots(len(shown), 1, figsize=(5.6, 4.4 * len(shown)), layout="constrained", squeeze=False)
@@ -391,12 +393,15 @@ def _panel(axes: Any, document: Document, link: str, colours: dict[str, Any]) ->
     rows = [row for row in _behind_links(document) if row["link"] == link]
     seconds = {row["method"]: row["seconds"] for row in rows}
     lines, best = {}, math.inf
-    for method in dict.fromkeys(row["method"] for row in document["curves"] if row["method"] in seconds):
+    for method in dict.fromkeys(
+        row["method"] for row in document["curves"] if row["method"] in seconds.keys() & colours.keys()
+    ):
         curves = [row["curve"] for row in document["curves"] if row["method"] == method]
         at = [step * seconds[method] for step, _ in curves[0]]
         bits = list(zip(*[[b for _, b in curve] for curve in curves], strict=True))
         is_ours = method not in THEIRS
-        name, colour = f"{'qccl' if is_ours else 'PyTorch'} {method}", colours[method]
+        label, colour = method.replace("/", "/\n     "), colours[method]  # pairs of codecs need two lines
+        name = f"{'qccl' if is_ours else 'PyTorch'} {label}"
         means = [statistics.fmean(each) for each in bits]
         (lines[name],) = axes.plot(at, means, color=colour, linestyle="-" if is_ours else "--")
         axes.fill_between(at, list(map(min, bits)), list(map(max, bits)), color=colour, alpha=0.2)

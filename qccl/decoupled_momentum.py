@@ -12,9 +12,10 @@ from qccl import dct, parameters
 from qccl.arguments import count_of, integer
 from qccl.codecs import TopK
 from qccl.communicator import Communicator
-from qccl.errors import ArgumentError, MismatchError
+from qccl.errors import ArgumentError, MismatchError, QcclError
 from qccl.scalars import as_real
 from qccl.tiles import Tiles
+from qccl.work import Work
 
 __all__ = ["DeMo"]
 
@@ -110,7 +111,7 @@ class DeMo:
         lr, given = _number(self.lr, "lr"), self._gradients(gradients)
         momenta = [self._next(group, given, lr) for group in self._groups]
         with self._commit:  # when a gather has ended here, other ranks may go on with the step
-            gathered = [self._gather(group, momentum) for group, momentum in zip(self._groups, momenta, strict=True)]
+            gathered = _ended([self._gather(*each) for each in zip(self._groups, momenta, strict=True)])
             means = [_means(sent) for sent in gathered]
             for group, momentum, sent, mean in zip(self._groups, momenta, gathered, means, strict=True):
                 momentum -= sent[self.comm.rank]
@@ -173,13 +174,13 @@ class DeMo:
                 momentum[rows, : group.length] += coefficients.reshape(-1, group.length) * lr
         return momentum
 
-    def _gather(self, group: _Group, momentum: Any) -> Any:
-        """What all ranks send of a group: ranks x tiles x coefficients, in float32."""
+    def _gather(self, group: _Group, momentum: Any) -> Work:
+        """Start to gather what all ranks send of a group: ranks x tiles x coefficients, in float32."""
         rows, block = momentum.shape
         sent = parameters.vector(momentum, [0.0], "float32").repeat(self.comm.size * rows * block)
         sent = sent.reshape(self.comm.size, rows, block)
-        self.comm.quantized_all_gather(momentum, sent, codec=group.codec, nonfinite="error")
-        return sent
+        work: Work = self.comm.quantized_all_gather(momentum, sent, codec=group.codec, nonfinite="error", async_op=True)
+        return work
 
     def _move(self, array: Any, tiles: Tiles, means: Any, lr: float) -> None:
         """Change a parameter. Each operation rounds once, so that all ranks get the same bits on any processor."""
@@ -265,6 +266,23 @@ def _like(array: Any, gradient: Any, name: str) -> Any:
             f"the type of the parameter ({error}); convert it before"
         ) from error
     return found
+
+
+def _ended(works: Sequence[Work]) -> list[Any]:
+    """The results of calls that are under way together, which is one delay of the network in place of one for each.
+
+    Raises the first error when all have ended.
+    """
+    results: list[Any] = []
+    failed: QcclError | None = None
+    for work in works:
+        try:
+            results.append(work.wait())
+        except QcclError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+    return results
 
 
 def _means(sent: Any) -> Any:

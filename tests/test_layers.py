@@ -88,7 +88,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("outer_step", "tiles"),
     },
     "decoupled_momentum": {
-        *("arguments", "codecs", "communicator", "dct", "errors", "parameters", "scalars", "tiles"),
+        *("arguments", "codecs", "communicator", "dct", "errors", "parameters", "scalars", "tiles", "work"),
     },
     "jax": {"arguments", "codecs", "communicator", "dtypes", "errors", "launch", "lifetime", "state"},
     "launch": {"arguments", "host", "cuda", "communicator", "errors", "launchers", "meetings", "transports"},

@@ -21,6 +21,7 @@ STEPS: dict[str, dict[str, float | None]] = {
     "powersgd:4": {"byte_model": 1.38, "word_gpt": None},
     "topk:k=0.01+ef": {"byte_model": None, "word_gpt": None},
     "topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef": {"byte_model": 1.54, "word_gpt": None},
+    "topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef+nesterov": {"byte_model": 1.46},
     "topk:k=96,block=4096,values=exp4/topk:k=192,block=4096,values=exp4+ef": {"byte_model": 1.46},
     "trellis2+ef": {"byte_model": 1.0, "word_gpt": 1.15},
     "trellis4+ef": {"byte_model": 1.0, "word_gpt": 1.08},
