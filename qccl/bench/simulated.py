@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,7 +44,7 @@ class Machines:
         intra: bytes per second that a rank sends to, and receives from, its own node.
         delay: seconds that a packet is under way to another node, beyond those in one room.
         node_size: ranks of a node.
-        processors: of each rank; less than 1 if ranks share one.
+        processors: of each rank, at most 1; less if ranks share one.
     """
 
     ranks: int
@@ -94,7 +95,7 @@ class Profile:
             speeds = {
                 name: (_positive(encode), _positive(decode)) for name, (encode, decode) in given["speeds"].items()
             }
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"the file has no profile ({type(error).__name__}: {error}); give one that qccl-bench simulate --json "
                 f"wrote"
@@ -108,7 +109,7 @@ class Profile:
 
 
 def _positive(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"{value!r} is not a positive number")
     return float(value)
 
@@ -195,7 +196,7 @@ def _costs(machines: Machines, profile: Profile, codec: Codec) -> Costs:
         link_per_rank=machines.link_per_rank,
         intra_rate=machines.intra,
         intra_latency=constants.latency,
-        processors=min(1.0, machines.processors),
+        processors=machines.processors,
     )
 
 
