@@ -61,8 +61,8 @@ _INTRA_HELP = "Rate of each rank inside its node, e.g. 300GBps [5GBps]."
 _DELAY_HELP = "Each packet is under way this long from one node to another, e.g. 5us, beyond the delay of one room."
 _CODEC_HELP = "Codecs to compare, e.g. minmax8,none; auto: the fastest of the others at each size [minmax8,minmax4]."
 _ALGORITHM_HELP = "Algorithms to compare, e.g. auto,two_round; of several nodes auto takes two levels [auto]."
-_ENCODE_HELP = "Values that a processor encodes in a second, e.g. 4GBps, with all codecs [measured here]."
-_DECODE_HELP = "Values that a processor decodes in a second."
+_ENCODE_HELP = "Values of float32 that a processor encodes in a second, e.g. 4GBps, with all codecs [measured here]."
+_DECODE_HELP = "Values of float32 that a processor decodes in a second."
 _PROFILE_HELP = "Take constants, and speeds of codecs, from a file that --json wrote, not from this machine."
 _PROCESSORS_HELP = "Processors of each rank, at most 1; 0.5 if two ranks share one [1]."
 _JSON_HELP = "Write the figures and the profile; -: to standard output, the table to standard error."
@@ -274,7 +274,7 @@ def _head(options: Options, machines: Machines, profile: Profile) -> Iterator[st
         f"{m.intra / 1e9:g} GB/s inside a node, {m.processors:g} processors per rank"
     )
     for name, (encode, decode) in profile.speeds.items():
-        yield f"# {name}: a processor encodes {4e-9 / encode:.3g} and decodes {4e-9 / decode:.3g} GB/s of values"
+        yield f"# {name}: a processor encodes {4e-9 / encode:.3g} and decodes {4e-9 / decode:.3g} GB/s of float32"
     yield "#"
     yield from table.header(PLAIN, lab=True)
 

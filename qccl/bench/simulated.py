@@ -21,7 +21,7 @@ from qccl.codecs import Codec, NoCodec
 from qccl.collectives import CollectiveSpec, HierarchicalSpec
 from qccl.collectives.topology import for_nodes
 from qccl.costs.step import ADD, BYTE, HEADER_NBYTES, HEADERS, LATENCY, MESSAGE
-from qccl.dtypes import FLOAT32
+from qccl.dtypes import DType
 from qccl.errors import ArgumentError
 from qccl.schedule import Schedule
 from qccl.transports.ucx import UcxTransport
@@ -102,10 +102,13 @@ class Profile:
             ) from error
         return Profile(constants, speeds)
 
-    def rates(self, codec: Codec) -> tuple[float, float]:
-        """Bytes of float32 that are encoded and decoded per second; values that are not encoded are copied."""
+    def rates(self, codec: Codec, dtype: DType) -> tuple[float, float]:
+        """Bytes of values that are encoded and decoded per second; values that are not encoded are copied.
+
+        An element of 16 bits takes as long as one of float32, because it is computed in float32.
+        """
         encode, decode = (ADD, ADD) if codec == NoCodec() else self.speeds[codec.spec()]
-        return FLOAT32.itemsize / encode, FLOAT32.itemsize / decode
+        return dtype.itemsize / encode, dtype.itemsize / decode
 
 
 def _positive(value: Any) -> float:
@@ -151,7 +154,7 @@ def simulated(
         )
     specs = (replace(spec_of(rank), count=count) for rank in range(period))
     schedules = [spec.schedule(rank, ranks, in_place=False) for rank, spec in enumerate(specs)]
-    timeline = simulate(schedules, _costs(machines, profile, codec), rules="eager")
+    timeline = simulate(schedules, _costs(machines, profile, codec, case.dtype), rules="eager")
     return Simulated(schedules[0].name, _wire_nbytes(schedules, machines), timeline)
 
 
@@ -177,16 +180,16 @@ def _repeated(spec: CollectiveSpec, machines: Machines) -> tuple[int, int]:
     return (period, owners * granule) if repeats else (ranks, spec.count)
 
 
-def _costs(machines: Machines, profile: Profile, codec: Codec) -> Costs:
+def _costs(machines: Machines, profile: Profile, codec: Codec, dtype: DType) -> Costs:
     constants = profile.constants
-    encode, decode = profile.rates(codec)
+    encode, decode = profile.rates(codec, dtype)
     return Costs(
         link_rate=machines.inter.rate / constants.headers,
         burst=machines.inter.burst,
         latency=constants.latency + machines.delay,
         encode_rate=encode,
         decode_rate=decode,
-        rates={NoCodec(): profile.rates(NoCodec())},
+        rates={NoCodec(): profile.rates(NoCodec(), dtype)},
         overhead=constants.operation,
         message=constants.message,
         byte=constants.byte,

@@ -20,7 +20,7 @@ from qccl.bench.simulate import crossovers
 from qccl.bench.simulated import Constants, Machines, Profile, simulated
 from qccl.bench.sizes import parse_rate
 from qccl.bench.table import header
-from qccl.dtypes import FLOAT32
+from qccl.dtypes import FLOAT16, FLOAT32
 from qccl.errors import ArgumentError
 
 SPEEDS = {"minmax4": (0.2e-9, 0.15e-9), "minmax8": (0.2e-9, 0.2e-9)}
@@ -140,6 +140,18 @@ def test_delay_rate_and_processors_matter() -> None:
     assert seconds(case, "minmax8", replace(machines, delay=0.05)) >= 2 * 0.05 > 2 * usual
     assert seconds(case, "minmax8", replace(machines, inter=parse_rate("100mbit"))) > 5 * usual
     assert seconds(case, "minmax8", replace(machines, processors=0.01)) > 2 * usual
+
+
+@pytest.mark.parametrize("codec", ["minmax8", "none"])
+def test_an_element_of_16_bits_is_encoded_as_slowly_as_one_of_32(codec: str) -> None:
+    """Where links are fast and processors slow, the number of the elements decides, not that of their bytes."""
+    machines = Machines(4, parse_rate("1000000gbit"), 5e15, processors=1e-3)
+    profile = Profile(Constants(byte=1e-15), SPEEDS)
+    times = [
+        simulated(Case(1 << 20, each, "sum"), codecs.get(codec), "auto", None, machines, profile).timeline.total
+        for each in (FLOAT32, FLOAT16)
+    ]
+    assert times[1] == pytest.approx(times[0], rel=0.05)
 
 
 def test_a_profile_is_used_again(tmp_path: Path) -> None:
