@@ -50,8 +50,8 @@ AUTO = "auto"
 PLAIN = NoCodec().spec()
 #: all but those with parameters of their own
 _COLLECTIVES = [name for name in KINDS if name not in ("hierarchical_allreduce", "allreduce_coalesced")]
-#: their nodes take seconds
-_MOST_RANKS = 1 << 16
+#: so many take half a minute for each row
+_MOST_RANKS = 1 << 14
 #: elements whose encoding is timed: with the usual codecs all take less than a second
 _TIMED = 256 << 10
 
@@ -268,7 +268,10 @@ def _head(options: Options, machines: Machines, profile: Profile) -> Iterator[st
         f"{number} node{'s' * (number > 1)} of {'at most ' * (m.ranks % size > 0)}{size} ranks, " if size > 1 else ""
     )
     each = "rank" if m.link_per_rank or m.node_size == 1 else "node"
-    yield f"# qccl-bench {qccl.__version__} simulate {options.collective}: computed, nothing was run; plain: {PLAIN}"
+    yield (
+        f"# qccl-bench {qccl.__version__} simulate {options.collective}: computed for UCX over TCP, without GPUs; "
+        f"nothing was run; plain: {PLAIN}"
+    )
     yield (
         f"# ranks {m.ranks}: {nodes}{m.inter.name} per {each}, delay {m.delay * 1e6:g} us, "
         f"{m.intra / 1e9:g} GB/s inside a node, {m.processors:g} processors per rank"
