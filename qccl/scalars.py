@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from typing import Any
@@ -38,7 +39,7 @@ def parse_seconds(text: str) -> float:
     """Seconds of "20ms", "1.5 s", "300us". Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", text.strip().lower())
     seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
-    if seconds <= 0:
+    if not 0 < seconds < math.inf:
         raise ValueError(f"{text!r} is not a time; give a positive number with us, ms or s, such as 20ms")
     return seconds
 

@@ -21,6 +21,7 @@ from qccl.bench.options import DTYPES, OPS, PLAIN, STDOUT, TRANSPORTS, Options
 from qccl.bench.params import (
     AT_LEAST_0,
     AT_LEAST_1,
+    PositiveNumber,
     codec_list,
     intra_codec,
     list_of,
@@ -40,7 +41,6 @@ from qccl.launchers import Launcher, detect
 __all__ = ["check_sizes", "command"]
 
 _DEFAULT_RANKS = 2
-_POSITIVE = click.FloatRange(min=0, min_open=True)
 _AVERAGE_HELP = "Time of all ranks: 0 rank 0's, 1 mean, 2 minimum, 3 maximum [3]."
 _CODEC_HELP = "Codecs to compare, e.g. minmax8,minmax4:bucket=256,none; module:Class is a codec of yours [minmax8]."
 _TRANSPORT_HELP = (
@@ -68,7 +68,7 @@ _COMMON: tuple[Callable[[Any], Any], ...] = (
     option("-o --op ops", list_of(OPS), "LIST", f"{', '.join(OPS)} or all [sum].", "sum"),
     option("-d --datatype dtypes", list_of(tuple(DTYPES)), "LIST", f"{', '.join(DTYPES)} or all [float].", "float"),
     option("-a --average", click.IntRange(0, 3), "N", _AVERAGE_HELP, 3),
-    option("-T --timeout", _POSITIVE, "SECONDS", "Limit of one call [60].", 60.0),
+    option("-T --timeout", PositiveNumber(), "SECONDS", "Limit of one call [60].", 60.0),
     option("--codec codecs", codec_list, "LIST", _CODEC_HELP, "minmax8"),
     option("--chunk", AT_LEAST_1, "N", "Elements of a chunk, at most."),
     option("--backend", click.Choice(["host", "cuda", "auto"]), None, "Where the arrays are [host].", "host"),

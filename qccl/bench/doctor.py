@@ -21,7 +21,7 @@ from qccl.bench.data import gaussian
 from qccl.bench.doctor_network import TrainingNetwork, given_network, measured_network, parse_delay, parse_small_loss
 from qccl.bench.files import write_json
 from qccl.bench.launched import LaunchedCommand, check_other_ranks
-from qccl.bench.params import codec_list, codec_of, option, output_file
+from qccl.bench.params import PositiveNumber, codec_list, codec_of, option, output_file
 from qccl.bench.profile import measured
 from qccl.bench.sizes import parse_link, parse_size
 from qccl.codecs import Codec
@@ -143,8 +143,8 @@ def _has_step(optimizer: Any) -> bool:
 @click.option("--tcp", type=click.Choice(["cubic", BBR]), help=_TCP_HELP)
 @click.option("--measure", is_flag=True, help=_MEASURE_HELP)
 @option("--step", parse_seconds, "TIME", _STEP_HELP)
-@option("--processors", click.FloatRange(min=0, min_open=True), "N", _PROCESSORS_HELP)
-@option("--bucket bucket_mb", click.FloatRange(min=0, min_open=True), "N", _BUCKET_HELP, 25.0)
+@option("--processors", PositiveNumber(), "N", _PROCESSORS_HELP)
+@option("--bucket bucket_mb", PositiveNumber(), "N", _BUCKET_HELP, 25.0)
 @option("--codec specs", codec_list, "LIST", _CODEC_HELP, _DEFAULT_CODECS)
 @option("-J --json path", output_file, "FILE", "Write the figures.")
 def doctor(

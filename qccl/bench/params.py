@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import math
 import os
 import re
 import sys
@@ -22,7 +23,7 @@ from qccl.errors import CodecError
 from qccl.files import is_special
 
 __all__ = [
-    *("AT_LEAST_0", "AT_LEAST_1", "checked", "codec_list", "codec_of", "intra_codec"),
+    *("AT_LEAST_0", "AT_LEAST_1", "PositiveNumber", "checked", "codec_list", "codec_of", "intra_codec"),
     *("list_of", "nccl_only", "option", "output_file", "output_file_or_stdout", "picture_file", "split_codecs"),
 ]
 
@@ -31,6 +32,19 @@ _CLASS = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)(?=\s*(?
 _PICTURES = (".png", ".svg", ".pdf")
 
 AT_LEAST_0, AT_LEAST_1 = click.IntRange(min=0), click.IntRange(min=1)
+
+
+class PositiveNumber(click.FloatRange):
+    """A number above 0 and, if ``most`` is given, up to that; click's own range takes NaN, which no limit refuses."""
+
+    def __init__(self, most: float | None = None) -> None:
+        super().__init__(min=0, min_open=True, max=most)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number; give one such as 0.5", param, ctx)
+        return number
 
 
 def checked(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from qccl.bench.options import DTYPES, NCCL_NAMES, OPS, STDOUT, Options
 from qccl.bench.params import (
     AT_LEAST_0,
     AT_LEAST_1,
+    PositiveNumber,
     codec_list,
     codec_of,
     list_of,
@@ -49,6 +50,8 @@ AUTO = "auto"
 PLAIN = NoCodec().spec()
 #: all but those with parameters of their own
 _COLLECTIVES = [name for name in KINDS if name not in ("hierarchical_allreduce", "allreduce_coalesced")]
+#: so many take half a minute for each row
+_MOST_RANKS = 1 << 14
 #: elements whose encoding is timed: with the usual codecs all take less than a second
 _TIMED = 256 << 10
 
@@ -58,10 +61,10 @@ _INTRA_HELP = "Rate of each rank inside its node, e.g. 300GBps [5GBps]."
 _DELAY_HELP = "Each packet is under way this long from one node to another, e.g. 5us, beyond the delay of one room."
 _CODEC_HELP = "Codecs to compare, e.g. minmax8,none; auto: the fastest of the others at each size [minmax8,minmax4]."
 _ALGORITHM_HELP = "Algorithms to compare, e.g. auto,two_round; of several nodes auto takes two levels [auto]."
-_ENCODE_HELP = "Values that a processor encodes in a second, e.g. 4GBps, with all codecs [measured here]."
-_DECODE_HELP = "Values that a processor decodes in a second."
+_ENCODE_HELP = "Values of float32 that a processor encodes in a second, e.g. 4GBps, with all codecs [measured here]."
+_DECODE_HELP = "Values of float32 that a processor decodes in a second."
 _PROFILE_HELP = "Take constants, and speeds of codecs, from a file that --json wrote, not from this machine."
-_PROCESSORS_HELP = "Processors of each rank; 0.5 if two ranks share one [1]."
+_PROCESSORS_HELP = "Processors of each rank, at most 1; 0.5 if two ranks share one [1]."
 _JSON_HELP = "Write the figures and the profile; -: to standard output, the table to standard error."
 _TRACE_HELP = "Write a timeline of one call (largest size, first codec) for Perfetto: the ranks of the first node."
 
@@ -84,13 +87,13 @@ def _codecs(text: str) -> tuple[str, ...]:
 
 @click.command(epilog=columns_help(), short_help="Compute a collective's times on machines that you do not have.")
 @click.argument("collective", type=click.Choice(_COLLECTIVES))
-@option("--ranks", AT_LEAST_1, "N", "Ranks of the job [2].", 2)
+@option("--ranks", click.IntRange(1, _MOST_RANKS), "N", "Ranks of the job [2].", 2)
 @option("--node-size", AT_LEAST_1, "N", _NODE_HELP, 1)
 @option("--inter", parse_rate, "RATE", _INTER_HELP, "10gbit")
 @option("--intra", parse_rate, "RATE", _INTRA_HELP, "5GBps")
 @click.option("--link-per-rank", is_flag=True, help="Each rank of a node has a link of its own.")
 @option("--delay", parse_seconds, "TIME", _DELAY_HELP)
-@option("--processors", click.FloatRange(min=0, min_open=True), "N", _PROCESSORS_HELP, 1.0)
+@option("--processors", PositiveNumber(1), "N", _PROCESSORS_HELP, 1.0)
 @option("-b --minbytes", parse_size, "SIZE", "Smallest size [64K].", "64K")
 @option("-e --maxbytes", parse_size, "SIZE", "Largest size [64M].", "64M")
 @option("-f --stepfactor", click.IntRange(min=2), "N", "Factor to the next [4].", 4)
@@ -111,8 +114,10 @@ def simulate(inter: Link, intra: Link, path: str | None, trace: str | None, **gi
     For example: qccl-bench simulate allreduce --ranks 1024 --node-size 8 --inter 25gbit --intra 300GBps --delay 5us
 
     The table is that of the command with the collective's name, whose calls run. Nothing runs here: the schedules of
-    these calls are timed with the rates given, and with the costs of UCX over TCP. Encoding and decoding are measured
-    on one core of this machine.
+    these calls are timed with the rates given, and with the costs of UCX over TCP between processors: GPUs and NCCL are
+    not computed. Encoding and decoding are measured on one core of this machine.
+
+    A time is that of one call, which all ranks begin together. wire, floor and line are those of the busiest link.
     """
     rates = given.pop("encode"), given.pop("decode")
     names = ("ranks", "node_size", "link_per_rank", "processors")
@@ -184,6 +189,10 @@ def _with_speeds(profile: Profile | None, codecs: Sequence[str], rates: tuple[Li
     return replace(found, speeds=speeds)
 
 
+def _seconds(row: Row) -> float:
+    return row.out_of_place.seconds
+
+
 class _Run:
     """All calls of a command, size by size.
 
@@ -202,21 +211,27 @@ class _Run:
         o, machines = self._options, self._machines
         yield from _head(o, machines, self._profile)
         for case in cases(o, machines.ranks):
-            plain = None if PLAIN in o.codecs else self._row(case, NoCodec(), self._algorithms[0], PLAIN)
-            if plain is not None:
+            plain = None
+            if PLAIN not in o.codecs:
+                plain = min((self._row(case, NoCodec(), each, PLAIN) for each in self._algorithms), key=_seconds)
                 yield table.row(plain, None, machines.ranks, machines.inter)
             rows = list(self._rows(case))
             if AUTO in o.codecs:
-                best = min(rows, key=lambda row: row.out_of_place.seconds)
+                best = min(rows, key=_seconds)
                 rows.append(replace(best, codec=AUTO, algorithm=f"{best.codec}, {best.algorithm}"))
             if plain is None:
-                plain = next(row for row in rows if row.codec.split(",")[0] == PLAIN)
+                plain = min((row for row in rows if row.codec.split(",")[0] == PLAIN), key=_seconds)
             for row in rows:
                 self.pairs.append((row, plain))
                 yield table.row(row, plain, machines.ranks, machines.inter)
         yield from table.footer(table.totals(self.pairs, machines.ranks, machines.inter), PLAIN)
-        for text in crossovers([row for row, _ in self.pairs]):
+        for text in crossovers(self._every_row()):
             yield f"# {text}"
+
+    def _every_row(self) -> list[Row]:
+        """The plain calls, then all others: a codec is faster only if it is faster than no codec."""
+        plain = dict.fromkeys(pair[1] for pair in self.pairs if pair[1] is not None)
+        return list(dict.fromkeys((*plain, *(row for row, _ in self.pairs))))
 
     def _rows(self, case: Any) -> Iterator[Row]:
         specs = [spec for spec in self._options.codecs if spec != AUTO]
@@ -235,40 +250,50 @@ class _Run:
 
     def document(self) -> dict[str, Any]:
         """The figures and the profile, for --json and --profile."""
-        plain = dict.fromkeys(pair[1] for pair in self.pairs if pair[1] is not None)
-        rows = dict.fromkeys((*plain, *(row for row, _ in self.pairs)))
+        rows = self._every_row()
         return {
             "qccl_version": qccl.__version__,
             "args": list(self._options.args),
             "machines": asdict(self._machines),
             "profile": asdict(self._profile),
             "results": [_result(row, self._machines.ranks) for row in rows],
-            "crossovers": list(crossovers([row for row, _ in self.pairs])),
+            "crossovers": list(crossovers(rows)),
         }
 
 
 def _head(options: Options, machines: Machines, profile: Profile) -> Iterator[str]:
     m = machines
-    nodes = f"{-(-m.ranks // m.node_size)} nodes of {m.node_size} ranks, " if m.node_size > 1 else ""
+    number, size = -(-m.ranks // m.node_size), min(m.node_size, m.ranks)
+    nodes = (
+        f"{number} node{'s' * (number > 1)} of {'at most ' * (m.ranks % size > 0)}{size} ranks, " if size > 1 else ""
+    )
     each = "rank" if m.link_per_rank or m.node_size == 1 else "node"
-    yield f"# qccl-bench {qccl.__version__} simulate {options.collective}: computed, nothing was run; plain: {PLAIN}"
+    yield (
+        f"# qccl-bench {qccl.__version__} simulate {options.collective}: computed for UCX over TCP, without GPUs; "
+        f"nothing was run; plain: {PLAIN}"
+    )
     yield (
         f"# ranks {m.ranks}: {nodes}{m.inter.name} per {each}, delay {m.delay * 1e6:g} us, "
         f"{m.intra / 1e9:g} GB/s inside a node, {m.processors:g} processors per rank"
     )
     for name, (encode, decode) in profile.speeds.items():
-        yield f"# {name}: a processor encodes {4e-9 / encode:.3g} and decodes {4e-9 / decode:.3g} GB/s of values"
+        yield f"# {name}: a processor encodes {4e-9 / encode:.3g} and decodes {4e-9 / decode:.3g} GB/s of float32"
     yield "#"
     yield from table.header(PLAIN, lab=True)
 
 
 def crossovers(rows: Sequence[Row]) -> Iterator[str]:
-    """For each element type and operation, which row is the fastest up to which size; between two sizes by powers."""
+    """For each element type and operation, which row is the fastest up to which size; between two sizes by powers.
+
+    Of equal times the first row counts.
+    """
+    kinds = dict.fromkeys((row.case.dtype.name, row.case.op) for row in rows)
     rows = [row for row in rows if row.codec != AUTO]
-    for (dtype, op), group in groupby(rows, lambda row: (row.case.dtype.name, row.case.op)):
+    for dtype, op in kinds:
+        group = [row for row in rows if (row.case.dtype.name, row.case.op) == (dtype, op)]
         times: dict[int, dict[str, float]] = {}
         for row in group:
-            times.setdefault(row.case.nbytes, {})[row.codec] = row.out_of_place.seconds
+            times.setdefault(row.case.nbytes, {})[row.codec] = _seconds(row)
         best = [(size, min(found, key=found.__getitem__)) for size, found in sorted(times.items())]
         text = f"{best[0][1]} is the fastest"
         for (low, old), (high, new) in pairwise(best):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +21,7 @@ from qccl.codecs import Codec, NoCodec
 from qccl.collectives import CollectiveSpec, HierarchicalSpec
 from qccl.collectives.topology import for_nodes
 from qccl.costs.step import ADD, BYTE, HEADER_NBYTES, HEADERS, LATENCY, MESSAGE
-from qccl.dtypes import FLOAT32
+from qccl.dtypes import DType
 from qccl.errors import ArgumentError
 from qccl.schedule import Schedule
 from qccl.transports.ucx import UcxTransport
@@ -43,7 +44,7 @@ class Machines:
         intra: bytes per second that a rank sends to, and receives from, its own node.
         delay: seconds that a packet is under way to another node, beyond those in one room.
         node_size: ranks of a node.
-        processors: of each rank; less than 1 if ranks share one.
+        processors: of each rank, at most 1; less if ranks share one.
     """
 
     ranks: int
@@ -94,21 +95,24 @@ class Profile:
             speeds = {
                 name: (_positive(encode), _positive(decode)) for name, (encode, decode) in given["speeds"].items()
             }
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"the file has no profile ({type(error).__name__}: {error}); give one that qccl-bench simulate --json "
                 f"wrote"
             ) from error
         return Profile(constants, speeds)
 
-    def rates(self, codec: Codec) -> tuple[float, float]:
-        """Bytes of float32 that are encoded and decoded per second; values that are not encoded are copied."""
+    def rates(self, codec: Codec, dtype: DType) -> tuple[float, float]:
+        """Bytes of values that are encoded and decoded per second; values that are not encoded are copied.
+
+        An element of 16 bits takes as long as one of float32, because it is computed in float32.
+        """
         encode, decode = (ADD, ADD) if codec == NoCodec() else self.speeds[codec.spec()]
-        return FLOAT32.itemsize / encode, FLOAT32.itemsize / decode
+        return dtype.itemsize / encode, dtype.itemsize / decode
 
 
 def _positive(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"{value!r} is not a positive number")
     return float(value)
 
@@ -150,7 +154,7 @@ def simulated(
         )
     specs = (replace(spec_of(rank), count=count) for rank in range(period))
     schedules = [spec.schedule(rank, ranks, in_place=False) for rank, spec in enumerate(specs)]
-    timeline = simulate(schedules, _costs(machines, profile, codec), rules="eager")
+    timeline = simulate(schedules, _costs(machines, profile, codec, case.dtype), rules="eager")
     return Simulated(schedules[0].name, _wire_nbytes(schedules, machines), timeline)
 
 
@@ -176,16 +180,16 @@ def _repeated(spec: CollectiveSpec, machines: Machines) -> tuple[int, int]:
     return (period, owners * granule) if repeats else (ranks, spec.count)
 
 
-def _costs(machines: Machines, profile: Profile, codec: Codec) -> Costs:
+def _costs(machines: Machines, profile: Profile, codec: Codec, dtype: DType) -> Costs:
     constants = profile.constants
-    encode, decode = profile.rates(codec)
+    encode, decode = profile.rates(codec, dtype)
     return Costs(
         link_rate=machines.inter.rate / constants.headers,
         burst=machines.inter.burst,
         latency=constants.latency + machines.delay,
         encode_rate=encode,
         decode_rate=decode,
-        rates={NoCodec(): profile.rates(NoCodec())},
+        rates={NoCodec(): profile.rates(NoCodec(), dtype)},
         overhead=constants.operation,
         message=constants.message,
         byte=constants.byte,
@@ -195,7 +199,7 @@ def _costs(machines: Machines, profile: Profile, codec: Codec) -> Costs:
         link_per_rank=machines.link_per_rank,
         intra_rate=machines.intra,
         intra_latency=constants.latency,
-        processors=min(1.0, machines.processors),
+        processors=machines.processors,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ def parse_size(text: str) -> int:
     """Bytes of "4096", "64K", "1.5M", "2G" (powers of 1024). Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     nbytes = float(match[1]) * _BINARY[match[2].upper()] if match else -1.0
-    if nbytes < 0 or nbytes != int(nbytes):
+    if nbytes < 0 or not nbytes.is_integer():  # an infinity is none
         raise ValueError(
             f"{text!r} is not a size; give a number of bytes, with K, M, G or T for powers of 1024, such as 64K"
         )
@@ -71,7 +72,7 @@ def parse_rate(text: str) -> Link:
     """The link, without bursts, of "25gbit" (bits per second) or "300GBps" (bytes per second). Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit|kbps|mbps|gbps)", text.strip().lower())
     rate = float(match[1]) * _RATES[match[2]] if match else 0.0
-    if rate <= 0:
+    if not 0 < rate < math.inf:
         raise ValueError(
             f"{text!r} is not a rate; give bits per second such as 100mbit or 25gbit, or bytes per second such as "
             f"300GBps"

@@ -218,7 +218,7 @@ def test_sizes(text: str, nbytes: int) -> None:
     assert sizes.parse_size(sizes.format_size(nbytes)) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "K", "-1", "1.5", "1e6", "0x10", "1 M"])
+@pytest.mark.parametrize("text", ["", "K", "-1", "1.5", "1e6", "0x10", "1 M", "9" * 400])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         sizes.parse_size(text)
@@ -331,6 +331,7 @@ def test_versions_and_names_are_read() -> None:
         "doctor",
         "explain",
         "info",
+        "simulate",
         "token",
     }
     assert "qccl-bench, version" in invoke("--version").output

@@ -381,6 +381,7 @@ def test_a_real_backward_pass_tells_when_gradients_are_ready(tmp_path: Path, mon
         (["--parameters=1M", "--measure", "--step=1s"], "--measure needs several ranks: mpiexec -n 4"),
         (["--sizes=4M,2", *FLAGS], "has an array of less than 4 bytes"),
         (["--parameters=1M", "--ranks=1", "--link=1gbit", "--step=1s"], "1 is not in the range x>=2"),
+        (["--parameters=1M", "--processors=nan", *FLAGS], "nan is not a finite number"),
     ],
 )
 def test_refused(flags: list[str], reason: str) -> None:

@@ -20,7 +20,7 @@ from qccl.bench.simulate import crossovers
 from qccl.bench.simulated import Constants, Machines, Profile, simulated
 from qccl.bench.sizes import parse_rate
 from qccl.bench.table import header
-from qccl.dtypes import FLOAT32
+from qccl.dtypes import FLOAT16, FLOAT32
 from qccl.errors import ArgumentError
 
 SPEEDS = {"minmax4": (0.2e-9, 0.15e-9), "minmax8": (0.2e-9, 0.2e-9)}
@@ -142,6 +142,18 @@ def test_delay_rate_and_processors_matter() -> None:
     assert seconds(case, "minmax8", replace(machines, processors=0.01)) > 2 * usual
 
 
+@pytest.mark.parametrize("codec", ["minmax8", "none"])
+def test_an_element_of_16_bits_is_encoded_as_slowly_as_one_of_32(codec: str) -> None:
+    """Where links are fast and processors slow, the number of the elements decides, not that of their bytes."""
+    machines = Machines(4, parse_rate("1000000gbit"), 5e15, processors=1e-3)
+    profile = Profile(Constants(byte=1e-15), SPEEDS)
+    times = [
+        simulated(Case(1 << 20, each, "sum"), codecs.get(codec), "auto", None, machines, profile).timeline.total
+        for each in (FLOAT32, FLOAT16)
+    ]
+    assert times[1] == pytest.approx(times[0], rel=0.05)
+
+
 def test_a_profile_is_used_again(tmp_path: Path) -> None:
     first = tmp_path / "first.json"
     given = ("allreduce", "-b", "1M", "-e", "1M", "--codec", "minmax8", "--json")
@@ -180,6 +192,12 @@ def test_a_timeline_is_written(tmp_path: Path) -> None:
         (["broadcast", "--root", "7"], "root=7 is not a rank"),
         (["allreduce", "--profile", "no-such-file"], "'no-such-file' cannot be read"),
         (["allreduce", "--ranks", "0"], "0 is not in the range"),
+        (["allreduce", "--ranks", "100000000000"], "100000000000 is not in the range 1<=x<=16384"),
+        (["allreduce", "--processors", "nan"], "nan is not a finite number"),
+        (["allreduce", "--processors", "4"], "4.0 is not in the range 0<x<=1"),
+        (["allreduce", "--maxbytes", "9" * 400], "is not a size"),
+        (["allreduce", "--inter", "9" * 400 + "gbit"], "is not a rate"),
+        (["allreduce", "--delay", "9" * 400 + "s"], "is not a time"),
         (["hierarchical_allreduce"], "is not one of"),
     ],
 )
@@ -202,6 +220,8 @@ def test_errors_say_what_is_allowed(arguments: list[str], message: str) -> None:
         '{"profile": {"constants": {}, "speeds": {"minmax8": [1]}}}',
         '{"profile": {"constants": {}, "speeds": {"minmax8": [1, true]}}}',
         '{"profile": {"constants": {}, "speeds": []}}',
+        '{"profile": {"constants": {"latency": 1' + "0" * 400 + '}, "speeds": {}}}',
+        "[" * 100_000,
     ],
 )
 def test_a_file_without_a_profile_is_refused(text: str) -> None:
@@ -228,6 +248,33 @@ def test_crossovers_lie_where_both_take_the_same_time() -> None:
     assert list(crossovers(rows)) == ["float32, sum: a is the fastest up to about 2000 bytes, then b"]
     assert list(crossovers(rows[:2])) == ["float32, sum: a is the fastest"]
     assert list(crossovers([*rows, row("auto", 1000, 1e-9)])) == list(crossovers(rows))
+
+
+def test_no_codec_may_be_the_fastest() -> None:
+    """Also where the list has none of it: at 100 MB/s of encoding a codec slows down a link of 100 Gbit/s."""
+    slow = ("--inter", "100gbit", "--encode", "100MBps", "--decode", "100MBps")
+    result = run("allreduce", *slow, "--codec", "minmax8,auto", "-b", "16M", "-e", "16M")
+    assert result.output.splitlines()[-1] == "# float32, sum: none is the fastest"
+
+
+def test_codecs_are_compared_with_the_fastest_algorithm_without_a_codec() -> None:
+    given = ("allreduce", "--ranks", "8", "-b", "4M", "-e", "4M", "--algorithm", "one_shot,two_round")
+    times = {each["codec"]: each["time"] for each in figures(*given, "--codec", "minmax8,none")["results"]}
+    assert times["none, two_round"] < times["none, one_shot"]
+    for codecs_given in ("minmax8", "minmax8,none"):
+        output = run(*given, "--codec", codecs_given, "--encode", "20GBps", "--decode", "20GBps").output
+        speedup = [line for line in output.splitlines() if line.startswith("#   minmax8, two_round : ")][-1]
+        assert speedup.endswith(f"{times['none, two_round'] / times['minmax8, two_round']:.2f}x")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "node_size", "said"),
+    [(8, 4, "2 nodes of 4 ranks"), (10, 4, "3 nodes of at most 4 ranks"), (8, 16, "1 node of 8 ranks"), (8, 1, None)],
+)
+def test_the_head_counts_nodes(ranks: int, node_size: int, said: str | None) -> None:
+    given = ("--ranks", str(ranks), "--node-size", str(node_size), "--codec", "none", "-b", "4K", "-e", "4K")
+    (line,) = (each for each in run("allreduce", *given).output.splitlines() if each.startswith("# ranks"))
+    assert line.startswith(f"# ranks {ranks}: " + ("10gbit" if said is None else f"{said}, "))
 
 
 MANY_RANKS = re.findall(

@@ -56,9 +56,10 @@ def check_wheel(path: Path) -> None:
         check(len(extensions) == 1, f"{path.name} has {extensions}, not one extension")
         check_extension(f"{path.name}: {extensions[0]}", ELFFile(io.BytesIO(wheel.read(extensions[0]))))
         for licence in LICENCES:
-            (found,) = (each for each in names if each.endswith(f".dist-info/licenses/{licence}"))
+            found = [each for each in names if each.endswith(f".dist-info/licenses/{licence}")]
+            check(len(found) == 1, f"{path.name} has {len(found)} files {licence} among its licences, not one")
             if licence in SOURCES:
-                same = wheel.read(found).split() == SOURCES[licence].read_bytes().split()
+                same = wheel.read(found[0]).split() == SOURCES[licence].read_bytes().split()
                 check(same, f"{licence} is not what the compiler's package has; copy {SOURCES[licence]}")
 
 
