@@ -327,7 +327,6 @@ def test_versions_and_names_are_read() -> None:
         *KINDS,
         "codec",
         "run",
-        "simulate",
         "doctor",
         "explain",
         "info",
