@@ -70,7 +70,10 @@ def test_a_fork_has_helpers_of_its_own() -> None:
     codec = codecs.get("minmax4")
     expected = _run(codec, dtypes.FLOAT32, threads=3)  # the parent has helpers by now
     if (child := os.fork()) == 0:
-        os._exit(_run(codec, dtypes.FLOAT32, threads=3) != expected)
+        try:
+            os._exit(_run(codec, dtypes.FLOAT32, threads=3) != expected)
+        finally:  # of an exception, with which the child would go on with the tests
+            os._exit(2)
     deadline = time.monotonic() + 30
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if time.monotonic() > deadline:
