@@ -17,12 +17,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from runs import MARK
 from training_report import computation, network_of
-from without_ddp import is_without_ddp, recipe_with, step_of
+from without_ddp import changed, is_without_ddp, recipe_with, step_of
 
 import qccl
 from qccl.bench.lab import sent_nbytes, shaped_nbytes
@@ -115,7 +114,7 @@ def _measure_curve(task: dict[str, Any]) -> dict[str, Any]:
 
 def _scaled(recipe: Any, factor: float) -> Any:
     """The recipe with ``factor`` times its learning rate."""
-    return SimpleNamespace(**vars(recipe) | {"learning_rate": lambda step: factor * recipe.learning_rate(step)})
+    return changed(recipe, learning_rate=lambda step: factor * recipe.learning_rate(step))
 
 
 def _without_momentum(recipe: Any) -> Any:
@@ -129,7 +128,7 @@ def _without_momentum(recipe: Any) -> Any:
             group |= {"momentum": 0.0, "nesterov": False}
         return optimizer
 
-    return SimpleNamespace(**vars(recipe) | {"optimizer_of": optimizer_of})
+    return changed(recipe, optimizer_of=optimizer_of)
 
 
 def _measure_compute(task: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,8 @@ import numpy as np
 
 import qccl
 
-__all__ = ["is_local", "is_without_ddp", "local_recipe", "outer_of", "recipe_with", "replayed_local_step", "step_of"]
+__all__ = ["changed", "is_local", "is_without_ddp", "local_recipe", "outer_of", "recipe_with", "replayed_local_step"]
+__all__ += ["step_of"]
 
 #: local steps between two changes of the parameters while steps are timed
 _EVERY = 5
@@ -50,6 +51,11 @@ def _value(text: str) -> int | float | str:
     return text
 
 
+def changed(recipe: Any, **parts: Any) -> Any:
+    """The recipe with other functions in place of some of its own."""
+    return SimpleNamespace(**vars(recipe) | parts)
+
+
 def recipe_with(
     recipe: Any, comm: qccl.Communicator, model: Any, method: str
 ) -> tuple[Any, Callable[[], object] | None]:
@@ -67,7 +73,7 @@ def recipe_with(
         demo.lr = rate * optimizer.param_groups[0]["lr"] / recipe.RATE
         recipe.update(model, optimizer)
 
-    return SimpleNamespace(**{**vars(recipe), "optimizer_of": optimizer_of, "update": update}), None
+    return changed(recipe, optimizer_of=optimizer_of, update=update), None
 
 
 def outer_of(comm: qccl.Communicator, params: Any, method: str) -> qccl.DiLoCo:
@@ -97,7 +103,7 @@ def local_recipe(recipe: Any, outer: qccl.DiLoCo) -> Any:
         _write(model, own)
         return float(found)
 
-    return SimpleNamespace(**{**vars(recipe), "update": update, "quality": quality})
+    return changed(recipe, update=update, quality=quality)
 
 
 def _write(model: Any, values: Sequence[Any]) -> None:

@@ -1,12 +1,13 @@
 #include "threads.h"
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <list>
+#include <memory>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -46,8 +47,6 @@ struct Job {
 // Threads that wait for jobs. They end with the process, so an object with threads is never deleted.
 class Helpers {
  public:
-  const pid_t process = getpid();
-
   // The caller works, too: it never waits for a helper that has not begun.
   void run(Job& job) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -108,13 +107,13 @@ class Helpers {
 // This process's. The child of a fork has none of its parent's threads, and makes its own.
 Helpers& helpers() {
   static std::atomic<Helpers*> current{nullptr};
+  static const int error = pthread_atfork(nullptr, nullptr, [] { current.store(nullptr); });
+  if (error) throw std::system_error(error, std::generic_category(), "pthread_atfork");
   Helpers* found = current.load();
-  while (!found || found->process != getpid()) {
-    auto* const made = new Helpers;
-    if (current.compare_exchange_strong(found, made)) return *made;
-    delete made;  // another thread was first
-  }
-  return *found;
+  if (found) return *found;
+  auto made = std::make_unique<Helpers>();
+  if (current.compare_exchange_strong(found, made.get())) return *made.release();
+  return *found;  // another thread was first
 }
 
 }  // namespace
