@@ -20,7 +20,6 @@ import hashlib
 import importlib
 import itertools
 import json
-import re
 import statistics
 import sys
 import time
@@ -36,6 +35,7 @@ from training_report import MODELS, network_of
 from without_ddp import local_recipe, outer_of, replayed_local_step
 
 import qccl
+from qccl.bench.params import split_codecs
 
 _RANKS = 4
 _SPARSE = "topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef"
@@ -57,7 +57,7 @@ STEPS = ("H", "outer steps", "codec", "link", "ms a step", "of it without commun
 @click.option("--write", type=click.Path(exists=True, dir_okay=False), help="Replace the tables of this page.")
 def main(**given: Any) -> None:
     """Measure, and print tables."""
-    of, codecs = machine(), re.split(r",(?!\w+=)", given["codecs"])  # a codec's options have commas, too
+    of, codecs = machine(), split_codecs(given["codecs"])
     periods = [int(each) for each in given["periods"].split(",")]
     ways = list(itertools.product(periods, ("plain", "streaming"), codecs))
     for section in given["sections"].split(","):

@@ -40,7 +40,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -52,6 +51,8 @@ import click
 import training_report
 from runs import cpu, machine, rewrite_table, run_ranks, run_undisturbed
 from without_ddp import is_local, is_without_ddp
+
+from qccl.bench.params import split_codecs
 
 __all__ = ["limit"]
 
@@ -198,7 +199,7 @@ def _measured(section: str, given: dict[str, Any], document: dict[str, Any]) -> 
 def _methods(section: str, given: str | None, model: str) -> list[str]:
     """The methods that are given, or those of the section; a codec with momentum is not for AdamW."""
     if given is not None:
-        return re.split(r",(?!\w+=)", given)  # codecs have options, too
+        return split_codecs(given)
     own = {"rates": training_report.TUNED, "long": training_report.LONG}
     methods = own.get(section, training_report.THEIRS + training_report.OURS)
     return [method for method in methods if model == "byte_model" or "+nesterov" not in method]
