@@ -177,11 +177,14 @@ class CudaEngine:
         if refused := self._consistency.compare(header, self.timeout):
             raise EngineError(refused)
 
-    def check_consistent(self, text: str, pairs: tuple[str, ...], refusal: str = "") -> str:
+    def check_consistent(
+        self, text: str, pairs: tuple[str, ...], refusal: str = "", *, again: bool = False
+    ) -> str:  # fmt: skip
         """Collective until the ranks have agreed on a text; see engine.base.Engine."""
         self._check_usable()
         header = Header(Kind.CALL, self.numbers.sequence, text, pairs)
-        return self._consistency.compare_once(header, self.timeout, refusal)
+        compare = self._consistency.compare if again else self._consistency.compare_once
+        return compare(header, self.timeout, refusal)
 
     def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
         """Collective: split the NCCL communicator by groups of ranks, where that was not done before."""
@@ -307,7 +310,7 @@ class CudaEngine:
     def watch(self) -> bool:
         """Check for ended runs, failures and deadlines; see Watched."""
         try:
-            self._pending.sweep()
+            self._pending.sweep(apart=True)
             self.transport.check()
         except Exception as error:
             self.fail(as_qccl_error(error) or gave_up(self.rank, error))

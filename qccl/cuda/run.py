@@ -150,7 +150,7 @@ class PendingRuns:
 
     def fail_all(self, error: QcclError) -> bool:
         """Fail all runs that have not ended. False if there was a failure before, or after close."""
-        self.sweep()
+        self.sweep(apart=True)
         with self._lock:
             if self.failure is not None or self.closed:
                 return False
@@ -176,10 +176,10 @@ class PendingRuns:
             with translated, self._device.current():  # stream 0 is the current device's default stream
                 cuda_libraries().runtime.streamWaitEvent(run.stream, event.ptr)
 
-    def sweep(self) -> None:
+    def sweep(self, *, apart: bool = False) -> None:
         """Find the runs that have begun and ended, by their flags, in the order in which they were started.
 
-        Makes no call into CUDA that could block.
+        Makes no call into CUDA that could block, if what the ended runs have kept is dropped ``apart``, on a thread.
         """
         ended: list[CudaRun] = []
         with self._lock:
@@ -189,7 +189,9 @@ class PendingRuns:
             if self._runs and self._flags.has_begun(self._runs[0].number):
                 self._runs[0].deadline.start()
         for run in ended:
-            self._end(run)
+            kept = self._end(run)
+            if apart:
+                self._device.garbage.later(kept.clear)
 
     def check_device(self) -> None:
         """Ask CUDA for errors of the pending runs, which the flags do not show, and fail all runs if there is one."""
@@ -201,7 +203,8 @@ class PendingRuns:
             error = cuda_libraries().runtime.CUDARuntimeError(status)
             self._fail(as_qccl_error(error) or EngineError(str(error)))
 
-    def _end(self, run: CudaRun) -> None:
+    def _end(self, run: CudaRun) -> list[object]:
+        """Returns what the run has kept."""
         try:
             if run.finish is not None:
                 run.finish()
@@ -212,8 +215,10 @@ class PendingRuns:
         with self._lock:
             event, run.event = run.event, None
         self._device.give_back(event)
+        kept = [run.kept, run.program]
         run.kept = run.program = None
         self.callbacks.call(run)
+        return kept
 
     def wait_until(
         self, condition: Callable[[], bool], deadline: Deadline, text: str, limit: float | None = None

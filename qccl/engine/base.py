@@ -202,11 +202,13 @@ class Engine(Protocol):
     def barrier(self, text: str) -> None:
         """Collective: return when all ranks have made this call, which ``text`` describes. Raises as a run does."""
 
-    def check_consistent(self, text: str, pairs: tuple[str, ...], refusal: str = "") -> str:
+    def check_consistent(
+        self, text: str, pairs: tuple[str, ...], refusal: str = "", *, again: bool = False
+    ) -> str:  # fmt: skip
         """Collective until the ranks have agreed on a text, on engines that do not compare every call.
 
-        ``refusal``: why this rank cannot make the call. Returns which rank cannot, and why, or an empty text. Raises
-        MismatchError.
+        ``again``: collective also if they have agreed on it. ``refusal``: why this rank cannot make the call. Returns
+        which rank cannot, and why, or an empty text. Raises MismatchError.
         """
 
     def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
