@@ -74,8 +74,8 @@ class Plan:
     def bind(self, x: Any, out: Any = None) -> Plan:
         """Set the arrays of later runs, as in the collective's method; returns the plan.
 
-        On CUDA the first one of a plan is collective: if a rank cannot prepare the plan, for example because its GPU has
-        no room, all raise EngineError. Then the plan can be bound again.
+        On CUDA the first one of a plan is collective: if a rank cannot prepare the plan, for example because its GPU
+        has no room, all raise EngineError. Then the plan can be bound again.
         """
         session, spec = self._session, self.spec
         session.check_usable()

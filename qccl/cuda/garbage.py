@@ -1,8 +1,9 @@
 """A thread that frees what may block: NCCL's communicators and memory, streams, events, and arrays of ended calls.
 
 NCCL and CUDA may wait in such calls until the GPU has ended its work. Python's collector of garbage runs in whichever
-thread makes an object, also in the watchdog of another communicator, and that one would then not end a call that hangs,
-for which the freeing waits. So whoever finds that nothing refers to an object any more only passes it on to this thread.
+thread makes an object, also in the watchdog of another communicator. That one would then not end a call that hangs, and
+for which the freeing waits. So whoever finds that nothing refers to an object any more only passes it on to this
+thread.
 
 CuPy does not give up the interpreter while it destroys streams and events.
 """

@@ -57,13 +57,17 @@ def check_one_library(found: Any, name: str = "ncclGetVersion") -> None:
         return
     files = [_file_of(getattr(each, name)) for each in (found, everywhere)]
     if files[0] != files[1]:
-        raise EngineError(f"CuPy needs the NCCL in {files[0]}, and the process has loaded the one in {files[1]} for all")
+        needed, loaded = files
+        raise EngineError(f"CuPy needs the NCCL in {needed}, and the process has loaded the one in {loaded} for all")
 
 
 class _Place(ctypes.Structure):
     """Dl_info of dladdr()."""
 
-    _fields_ = (("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p), ("at", ctypes.c_void_p))
+    _fields_ = (
+        *(("file", ctypes.c_char_p), ("base", ctypes.c_void_p)),
+        *(("name", ctypes.c_char_p), ("at", ctypes.c_void_p)),
+    )
 
 
 def _file_of(function: Any) -> str:
