@@ -155,7 +155,7 @@ def _behind_a_network(place: dict[str, Any], sizes: list[int]) -> dict[str, Any]
     cases = [{"count": size // 4, "calls": _calls(link, delay, size)} for size in sizes]
     flags = ["--ranks", str(place["ranks"]), "--link", link, *(["--delay", delay] if delay else [])]
     is_mpi, python = "MPI" in place["system"], _python(place["system"])
-    bench = [python if is_mpi else sys.executable, "-m", "qccl.bench", "run", *flags]
+    bench = [str(Path(python if is_mpi else sys.executable).with_name("qccl-bench")), "run", *flags]
     bench += ["--launcher", "mpiexec" if is_mpi else "torchrun", "--"]
     with tempfile.TemporaryDirectory() as folder:
         task = {"system": "mpi" if is_mpi else place["system"], "folder": folder, "cases": cases}
