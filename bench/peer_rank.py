@@ -22,6 +22,8 @@ from peer_systems import SYSTEMS, AllReduce
 
 #: blocks of calls, of which each is timed as a whole
 _BLOCKS = 3
+#: calls in place until the values are set again: later their sums would overflow
+_SUMS = 20
 #: calls before the timing, besides the one whose result is checked
 _WARM_UP = 1
 #: calls before the one in which a rank ends, and of those after it
@@ -72,11 +74,12 @@ def _measured(system: AllReduce, rank: int, ranks: int, count: int, calls: int) 
         _call(system, x)
     times, nbytes = [], []
     for _ in range(_BLOCKS):
-        x[:] = own  # sums in place would overflow
-        _call(system, x)  # brings the ranks in step
         x[:] = own
+        _call(system, x)  # brings the ranks in step
         sent, seconds = _sent_nbytes(), 0.0
-        for _ in range(calls):
+        for number in range(calls):
+            if number % _SUMS == 0:
+                x[:] = own
             seconds += _call(system, x)
         times.append(seconds / calls)
         nbytes.append((_sent_nbytes() - sent) / calls)
