@@ -127,7 +127,6 @@ class HostEngine:
         """
         progress, timeout = request.progress, request.timeout
         waits = progress is _CALLER or progress is _SYNCHRONOUS
-        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         if not self._lock.acquire(False):
             self._take_turn()
         try:
@@ -139,12 +138,13 @@ class HostEngine:
                 check_addresses(bound.addresses, program.callers)
             is_alone = not self._active
             execution = self._spare if waits and is_alone else Execution(self)
-            execution.set(program, bound, request, kept, deadline, self.numbers)
+            execution.set(program, bound, request, kept, self.timeout if timeout is None else timeout, self.numbers)
             program.users += 1
             try:
                 if is_alone or (not self._queue and self._may_begin(execution)):
                     outcome = self._begin(execution, waits)
                 else:
+                    execution.deadline = time.monotonic() + execution.timeout
                     self._queue.append(execution)
                     outcome = self._loop.advance_briefly(self._on_control)
                 if outcome is _ENDED and not self._queue:
@@ -378,7 +378,9 @@ class HostEngine:
         begins.
         """
         while self._queue and self._may_begin(self._queue[0]):
-            self._begin(self._queue.popleft(), waits=False)
+            execution = self._queue.popleft()
+            execution.timeout = execution.deadline - time.monotonic()
+            self._begin(execution, waits=False)
             self._remove_ended()
 
     def _remove_ended(self) -> None:
@@ -424,7 +426,7 @@ class HostEngine:
             execution.sequence,
             execution.call,
             request.lr,
-            execution.deadline,
+            execution.timeout,
             request.trace is not None,
             waits,
             self._on_control,
