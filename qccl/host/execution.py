@@ -43,6 +43,7 @@ class Execution(WithCallbacks):
         *("_engine", "begun", "bound", "call", "deadline", "detached", "kept", "program", "request", "sequence"),
         "timeout",
     )
+    deadline: float
 
     is_stream_ordered = False
     stream = 0
