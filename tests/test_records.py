@@ -179,14 +179,8 @@ def changed_call(**fields):
 
 HOSTILE = [
     *(None, 3, [], {}, "text", [RECORD.as_dict()]),
-    *(
-        changed(format=FORMAT + 1),
-        changed(rank=2),
-        changed(rank=-1),
-        changed(rank=0.5),
-        changed(size=10**9),
-        changed(size=True),
-    ),
+    *(changed(format=FORMAT + 1), changed(rank=2), changed(rank=-1), changed(rank=0.5), changed(size=10**9)),
+    *(changed(size=True), changed(calls=[{}])),
     *(changed(group=3), changed(calls=None), changed(calls=[3]), changed(calls={}), changed(other=1)),
     *(changed_call(sequence="1"), changed_call(begun="now"), changed_call(missing=3), changed_call(missing=["1"])),
     *(changed_call(transfers=[[]]), changed_call(transfers=[{"peer": 1}]), changed_call(computes=1), changed_call(x=1)),

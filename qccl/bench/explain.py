@@ -31,7 +31,7 @@ def explain(files: Sequence[str], folder: str | None) -> None:
     except (ArgumentError, OSError) as error:
         raise click.ClickException(str(error)) from error
     for name, records in groups.items():
-        click.echo(f"{name}: records of {names(sorted(records))} of {max(records.values(), key=_size).size}")
+        click.echo(f"{name}: records of {names(sorted(records))} of {max(record.size for record in records.values())}")
         for sentence in explained(records):
             click.echo(f"  {sentence}")
         if folder is not None:
@@ -63,7 +63,3 @@ def _write_for_torch(folder: Path, records: dict[int, GroupRecord]) -> None:
     for rank, record in records.items():
         (folder / f"rank_{rank}").write_bytes(pickle.dumps(as_torch(record)))
     click.echo(f"  torchfrtrace {folder} --prefix rank_  # with PyTorch, shows these records")
-
-
-def _size(record: GroupRecord) -> int:
-    return record.size

@@ -14,8 +14,8 @@ __all__ = ["Finding", "findings", "names"]
 
 #: how the errors begin that name the rank on which the group has ended (errors.py, host/engine.py, transports/)
 _ENDED_BY = re.compile(r"rank (\d+) (?:gave up|was lost|ended its process|has closed|closed the group)")
-#: errors of a rank that has itself waited for others, or differs from them
-_OWN_ERROR = re.compile(r"reached the deadline|do not agree")
+#: errors of ranks that have waited for others, or differ from them
+_WAITED = re.compile(r"reached the deadline|do not agree")
 #: A rank stood still if it did not advance the call for this part of the time that the others waited.
 _STILL = 0.5
 
@@ -62,7 +62,7 @@ class Stuck:
         self.text = f"call {number}, {printable(self.calls[self.waiting[0]].text)}"
         waited = [self.waited(rank) for rank in self.waiting]
         self.since, self.shortest = max(waited), min(waited)
-        self.absent = set(range(max(record.size for record in records.values()))) - records.keys()
+        self.absent = set(range(_size(records))) - records.keys()
         self.missing = {rank for each in self.waiting for rank in self.calls[each].missing}
 
     def waited(self, rank: int) -> float:
@@ -75,7 +75,7 @@ class Stuck:
         return names(self.waiting)
 
 
-# -- the rules, of which the first that finds something has the word -----------------------------------------------------
+# -- the rules, of which the first that finds something has the word ---------------------------------------------------
 
 
 def _differ(stuck: Stuck) -> Iterator[Finding]:
@@ -106,8 +106,8 @@ def _stood_still(stuck: Stuck) -> Iterator[Finding]:
         if call.still and call.still >= _STILL * min(map(stuck.waited, stuck.waiting)):
             yield Finding(
                 (rank,),
-                f"rank {rank} did not advance {stuck.text} for {call.still:.1f} s, in which {stuck.names()} waited up to "
-                f"{stuck.since:.1f} s: its process was stopped, or an operation or a handler of signals took so long",
+                f"rank {rank} did not advance {stuck.text} for {call.still:.1f} s, and {stuck.names()} waited up "
+                f"to {stuck.since:.1f} s: its process was stopped, or an operation or a signal handler took so long",
             )
 
 
@@ -128,8 +128,8 @@ def _late(stuck: Stuck) -> Iterator[Finding]:
         why = "had not made the call" if rank in stuck.missing else "cannot be reached"
         yield Finding(
             (rank,),
-            f"rank {rank} has left no record, and {stuck.names()} waited {stuck.since:.1f} s for it in {stuck.text}: it "
-            f"has ended, was stopped, or {why}",
+            f"rank {rank} has left no record, and {stuck.names()} waited {stuck.since:.1f} s for it in {stuck.text}: "
+            f"it has ended, was stopped, or {why}",
         )
 
 
@@ -175,23 +175,26 @@ _RULES: Sequence[Callable[[Stuck], Iterator[Finding]]] = (
 )
 
 
-# -- what they need ------------------------------------------------------------------------------------------------------
+# -- what they need ----------------------------------------------------------------------------------------------------
 
 
 def _gave_up(records: Mapping[int, GroupRecord], where: str) -> Iterator[Finding]:
     """The ranks on which the group has ended, by the errors of the ranks that have records.
 
-    A rank that another one names may have failed on a third one, or at its deadline: then that is the reason.
+    A rank that another one names may have failed on a third one. Where a rank has reached its deadline, or most have
+    given up, as at Ctrl-C, these errors are what followed from the reason.
     """
+    if any(_WAITED.search(record.reason) for record in records.values()):
+        return
     named = {rank: int(found[1]) for rank, record in records.items() if (found := _ENDED_BY.match(record.reason))}
     origins: dict[int, str] = {}
     for first in sorted(named):
         seen, rank = {first}, first
         while (rank := named[rank]) not in seen and rank in named:
             seen.add(rank)
-        if named.get(rank, rank) == rank and not (rank in records and _OWN_ERROR.search(records[rank].reason)):
+        if named.get(rank, rank) == rank:
             origins.setdefault(rank, records[rank if rank in named else first].reason)
-    for rank, reason in sorted(origins.items()):
+    for rank, reason in sorted(origins.items() if 2 * len(origins) <= _size(records) else ()):
         yield Finding((rank,), f"the group ended{where} on rank {rank}: {printable(reason)}")
 
 
@@ -199,7 +202,7 @@ def _idle(records: Mapping[int, GroupRecord]) -> Finding:
     """No call is under way."""
     last = {rank: record.calls[-1].sequence for rank, record in sorted(records.items()) if record.calls}
     ends = "; the last ones were " + ", ".join(f"{n} on rank {rank}" for rank, n in last.items()) if last else ""
-    absent = sorted(set(range(max(record.size for record in records.values()))) - records.keys())
+    absent = sorted(set(range(_size(records))) - records.keys())
     text = f"{names(absent)} left no record, and no call is under way" if absent else "no call is under way"
     return Finding(tuple(absent), text + ends)
 
@@ -222,9 +225,12 @@ def _before(record: GroupRecord, call: CallRecord) -> str:
     earlier = _find(record, call.sequence - 1)
     if earlier is None or earlier.ended is None or call.begun is None:
         return "it did something else before"
-    return (
-        f"it ended call {earlier.sequence} {call.begun - earlier.ended:.1f} s before that, and did something else since"
-    )
+    idle = call.begun - earlier.ended
+    return f"it ended call {earlier.sequence} {idle:.1f} s before that, and did something else since"
+
+
+def _size(records: Mapping[int, GroupRecord]) -> int:
+    return max(record.size for record in records.values())
 
 
 def _oldest_call(records: Mapping[int, GroupRecord]) -> int | None:
