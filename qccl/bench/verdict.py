@@ -79,21 +79,31 @@ class Stuck:
 
 
 def _differ(stuck: Stuck) -> Iterator[Finding]:
-    """Ranks that have made another call than the most."""
-    by_text: dict[str, list[int]] = defaultdict(list)
-    for rank, call in stuck.calls.items():
-        if call.state != "queued":
-            by_text[_shared(call.text)].append(rank)
-    most, *others = sorted(by_text.values(), key=len, reverse=True)
-    if others and len(most) == len(others[0]):
-        several = tuple(rank for group in (most, *others) if len(group) == len(most) for rank in group)
-        calls = "; ".join(f"{names(ranks)} made {printable(text)}" for text, ranks in by_text.items())
-        yield Finding(several, f"the ranks made different calls number {_number(stuck)}: {calls}")
+    """Ranks that have made another call than the others, maybe after this one, which not all may have ended.
+
+    That is what fewer ranks have made, or what none has made before: programs repeat their calls.
+    """
+    by_text: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, record in sorted(stuck.records.items()):
+        for call in record.calls:
+            if call.state != "queued":
+                by_text[call.sequence][_shared(call.text)].append(rank)
+    number = next((number for number, calls in sorted(by_text.items()) if len(calls) > 1), None)
+    if number is None:
         return
-    for group in others:
-        for rank in group:
-            own, usual = (printable(stuck.calls[each].text) for each in (rank, most[0]))
-            yield Finding((rank,), f"rank {rank} made {own} as call {_number(stuck)}, and {names(most)} made {usual}")
+    calls = by_text[number]
+    earlier = {text for before, texts in by_text.items() if before < number for text in texts}
+    weights = {text: (len(ranks), text in earlier) for text, ranks in calls.items()}
+    usual = max(calls, key=lambda text: weights[text])
+    if list(weights.values()).count(weights[usual]) > 1:
+        made = "; ".join(f"{names(ranks)} made {printable(text)}" for text, ranks in calls.items())
+        several = tuple(rank for ranks in calls.values() for rank in ranks)
+        yield Finding(several, f"the ranks made different calls number {number}: {made}")
+        return
+    before = ", as before" if usual in earlier else ""
+    for text in calls.keys() - {usual}:
+        made = f"made {printable(text)} as call {number}, and {names(calls[usual])} made {printable(usual)}{before}"
+        yield from (Finding((rank,), f"rank {rank} {made}") for rank in calls[text])
 
 
 def _words(stuck: Stuck) -> Iterator[Finding]:
@@ -103,7 +113,7 @@ def _words(stuck: Stuck) -> Iterator[Finding]:
 def _stood_still(stuck: Stuck) -> Iterator[Finding]:
     """Ranks that were stopped, or did something else, in the middle of the call."""
     for rank, call in stuck.calls.items():
-        if call.still and call.still >= _STILL * min(map(stuck.waited, stuck.waiting)):
+        if call.still and call.still >= _STILL * stuck.since:
             yield Finding(
                 (rank,),
                 f"rank {rank} did not advance {stuck.text} for {call.still:.1f} s, and {stuck.names()} waited up "
@@ -246,10 +256,6 @@ def _find(record: GroupRecord, sequence: int) -> CallRecord | None:
 def _shared(text: str) -> str:
     """The part of a call's text that is the same on all ranks (CollectiveSpec.pairs)."""
     return text.partition("; ")[0]
-
-
-def _number(stuck: Stuck) -> int:
-    return stuck.calls[stuck.waiting[0]].sequence
 
 
 def names(ranks: Sequence[int]) -> str:
