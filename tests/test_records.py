@@ -202,3 +202,22 @@ def test_damaged_files_are_refused(content, tmp_path):
     path.write_bytes(content)
     with pytest.raises(ArgumentError, match=r"record\.json"):
         read_record(path)
+
+
+def test_the_record_says_on_whom_the_group_has_ended(tmp_path, monkeypatch):
+    """Also if an error of this rank's own ends the block of ``with`` before it has seen the engine's failure."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+
+    def run(comm):
+        if comm.rank == 0:
+            comm.abort("asked for")
+            return
+        with pytest.raises(RuntimeError), comm:
+            comm.quantized_allreduce(np.ones(10, np.float32), async_op=True)
+            limit = time.monotonic() + SECONDS
+            while comm._session.engine._failure is None and time.monotonic() < limit:
+                time.sleep(0.001)
+            raise RuntimeError("mine")
+
+    qccl.run_ranks(3, run)
+    assert {read_record(path).reason for path in tmp_path.glob("*.json")} == {"rank 0 gave up: asked for"}

@@ -240,9 +240,11 @@ class CudaEngine:
 
     # -- failure and end ---------------------------------------------------------------------------------------------
 
-    def abort(self, reason: str) -> None:
-        """Fail all pending runs with ``reason``; the other ranks reach their deadlines."""
+    def abort(self, reason: str) -> QcclError | None:
+        """Fail all pending runs with ``reason``; the other ranks reach their deadlines. See engine.base.Engine."""
+        before = self.failure
         self.fail(PeerLost(reason))
+        return before
 
     def fail(self, error: QcclError) -> None:
         """Fail all pending runs, and abort the transport; only the first failure counts."""

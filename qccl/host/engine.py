@@ -203,10 +203,11 @@ class HostEngine:
         if self._failure is not None:
             raise self._failure
 
-    def abort(self, reason: str) -> None:
-        """Fail all runs under way with ``reason``; the other ranks raise PeerLost with it. Idempotent."""
+    def abort(self, reason: str) -> QcclError | None:
+        """Fail all runs under way with ``reason``; the other ranks raise PeerLost with it. See engine.base.Engine."""
+        before = self._failure
         if self._failure_sent:
-            return
+            return before
         self._loop.halt()
         taken = False
         try:
@@ -217,6 +218,7 @@ class HostEngine:
                 self._release()
             elif self._failure is None:  # the thread that drives still uses everything: it fails when it returns
                 self._failure = PeerLost(reason)
+        return before
 
     def records(self) -> list[CallRecord]:
         """The last calls; none if another thread drives, and does not let this one look within a second."""
@@ -234,7 +236,8 @@ class HostEngine:
         and whoever made the engine goes on driving it.
         """
         if self._failure is not None or not self.is_idle:
-            return self.abort(reason)
+            self.abort(reason)
+            return
         self._end_progress_thread()
         self._closed, self._failure = True, PeerLost(reason)
         with contextlib.suppress(QcclError):

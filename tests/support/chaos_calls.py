@@ -49,8 +49,8 @@ SMALL = (
     *(Call("reduce_scatter", 12_000, "minmax8"), Call("all_gather", 1_200, "none"), Call("allreduce", 999, "onebit")),
 )
 LARGE = (
-    *(Call("allreduce", 2_400_000, "minmax8"), Call("allreduce", 1_600_003, "none")),
-    *(Call("reduce_scatter", 2_400_000, "minmax8"), Call("all_gather", 2_400_000, "none")),
+    *(Call("allreduce", 1_800_000, "minmax8"), Call("allreduce", 1_200_003, "none")),
+    *(Call("reduce_scatter", 1_800_000, "minmax8"), Call("all_gather", 1_800_000, "none")),
 )
 
 #: by call and size: of each rank

@@ -70,7 +70,7 @@ class Case:
         after = [chosen.choice(LARGE), chosen.choice(SMALL), chosen.choice(SMALL)]
         self.calls = [*before, struck, struck, *after]
         self.at = len(before) + 1
-        self.part, self.pause = chosen.uniform(0.02, 0.45), timeout * chosen.uniform(1.3, 1.8)
+        self.part, self.pause = chosen.uniform(0.02, 0.45), timeout * chosen.uniform(1.2, 1.5)
         way = chosen.choice(("codec", "count", "collective"))
         self.other = other_call(struck, way) if self.fault == "other call" else None
 
@@ -134,13 +134,16 @@ class Rank:
         case = self.case
         if case.aims_inside:
             threading.Thread(target=self.strike_later, args=(case.part * lasts,), daemon=True).start()
-        elif case.fault in _SIGNALS:
+            return
+        self.say(struck=True)
+        if case.fault in _SIGNALS:
             os.kill(os.getpid(), _SIGNALS[case.fault])
         elif case.other is None:
             self.suffer(comm)
 
     def strike_later(self, seconds: float) -> None:
         time.sleep(seconds)
+        self.say(struck=True)
         os.kill(os.getpid(), _SIGNALS.get(self.case.fault, signal.SIGUSR2))
 
     def suffer(self, comm: qccl.Communicator) -> None:
