@@ -134,12 +134,25 @@ def _late(stuck: Stuck) -> Iterator[Finding]:
                 f"{_before(record, stuck.calls[rank])}",
             )
     peers = {each.peer for rank in stuck.waiting for each in stuck.calls[rank].transfers}
-    for rank in sorted(stuck.absent & (stuck.missing | peers)):
+    heard = stuck.missing | peers or stuck.absent  # a GPU tells of neither
+    for rank in sorted(stuck.absent & heard):
         why = "had not made the call" if rank in stuck.missing else "cannot be reached"
         yield Finding(
             (rank,),
             f"rank {rank} has left no record, and {stuck.names()} waited {stuck.since:.1f} s for it in {stuck.text}: "
             f"it has ended, was stopped, or {why}",
+        )
+
+
+def _not_begun(stuck: Stuck) -> Iterator[Finding]:
+    """Ranks whose GPU has not begun the call that others have begun."""
+    queued = [rank for rank in stuck.waiting if stuck.calls[rank].state == "queued"]
+    begun = [rank for rank in stuck.calls if rank not in queued]
+    for rank in queued if begun else ():
+        yield Finding(
+            (rank,),
+            f"rank {rank} has queued {stuck.text}, which {names(begun)} began {stuck.since:.1f} s before: its GPU "
+            "is busy with what is before it on the stream",
         )
 
 
@@ -173,15 +186,17 @@ def _slow(stuck: Stuck, source: int, target: int, transfer: TransferRecord, reco
 
 
 def _unreached(stuck: Stuck) -> Iterator[Finding]:
-    """Ranks that have made the call, of which others have not heard it; and ranks that wait for nothing."""
+    """Ranks that have made the call, of which others have not heard it; and ranks of which nothing more is known."""
     for rank in sorted(stuck.missing & stuck.calls.keys()):
         yield Finding((rank,), f"rank {rank} has made {stuck.text}, but its header has not reached {stuck.names()}")
     for rank in stuck.waiting if not stuck.missing & stuck.calls.keys() else ():
-        yield Finding((), f"rank {rank} has made its part of {stuck.text}, and has not ended it")
+        yield Finding(
+            (), f"rank {rank} has made {stuck.text}, and has not ended it, and its record has no transfer under way"
+        )
 
 
 _RULES: Sequence[Callable[[Stuck], Iterator[Finding]]] = (
-    *(_differ, _words, _stood_still, _late, _compute, _transfers, _unreached),
+    *(_differ, _words, _stood_still, _late, _not_begun, _compute, _transfers, _unreached),
 )
 
 
