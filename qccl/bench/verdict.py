@@ -122,7 +122,7 @@ def _stood_still(stuck: Stuck) -> Iterator[Finding]:
 
 
 def _late(stuck: Stuck) -> Iterator[Finding]:
-    """Ranks that have not made the call, or only when the others had waited for long, and ranks without a record."""
+    """Ranks that have not made the call, or only when the others had waited for long."""
     waited_for = f"{stuck.names()} waited for {stuck.since:.1f} s"
     for rank, record in sorted(stuck.records.items()):
         if rank not in stuck.calls:
@@ -133,10 +133,17 @@ def _late(stuck: Stuck) -> Iterator[Finding]:
                 f"rank {rank} made {stuck.text} only {stuck.waited(rank):.1f} s before its record, and {waited_for}: "
                 f"{_before(record, stuck.calls[rank])}",
             )
+    yield from _gone(stuck, stuck.absent & stuck.missing, "had not made the call")
+
+
+def _lost(stuck: Stuck) -> Iterator[Finding]:
+    """Ranks without a record with which transfers are under way; all without one where a GPU tells of no transfers."""
     peers = {each.peer for rank in stuck.waiting for each in stuck.calls[rank].transfers}
-    heard = stuck.missing | peers or stuck.absent  # a GPU tells of neither
-    for rank in sorted(stuck.absent & heard):
-        why = "had not made the call" if rank in stuck.missing else "cannot be reached"
+    yield from _gone(stuck, stuck.absent & (peers or stuck.absent), "cannot be reached")
+
+
+def _gone(stuck: Stuck, ranks: set[int], why: str) -> Iterator[Finding]:
+    for rank in sorted(ranks):
         yield Finding(
             (rank,),
             f"rank {rank} has left no record, and {stuck.names()} waited {stuck.since:.1f} s for it in {stuck.text}: "
@@ -196,7 +203,7 @@ def _unreached(stuck: Stuck) -> Iterator[Finding]:
 
 
 _RULES: Sequence[Callable[[Stuck], Iterator[Finding]]] = (
-    *(_differ, _words, _stood_still, _late, _not_begun, _compute, _transfers, _unreached),
+    *(_differ, _words, _late, _not_begun, _stood_still, _lost, _compute, _transfers, _unreached),
 )
 
 

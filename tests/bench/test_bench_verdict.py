@@ -142,6 +142,26 @@ def test_a_rank_that_made_the_call_when_the_others_had_given_up():
     )
 
 
+def test_a_late_rank_has_the_word_before_one_that_a_busy_machine_held_up():
+    waiting = under_way(2, missing=(0,), still=2.0)
+    found = verdict(record(0, ended(1), under_way(2, begun=99.9), reason=LATE), record(2, waiting, reason=LATE))
+    assert found[0] == [0]
+
+
+def test_a_rank_that_stood_still_has_the_word_before_one_without_a_record():
+    waiting = under_way(2, transfers=(receive(1), receive(2)))
+    found = verdict(record(0, waiting, reason=LATE), record(1, under_way(2, still=2.8), reason=LATE))
+    assert found[0] == [1]
+
+
+def test_a_gpu_that_has_not_begun_the_call():
+    """Its stream waits for other work; a rank without a record is named only where nothing else is known."""
+    queued = dataclasses.replace(under_way(3), state="queued", begun=None)
+    ranks, text = verdict(record(0, under_way(3)), record(1, queued))
+    assert ranks == [1] and text.startswith(f"rank 1 has queued call 3, {TEXT}, which rank 0 began 3.0 s before")
+    assert verdict(record(0, under_way(3)), record(1, under_way(3)))[0] == [2]
+
+
 def test_a_header_that_does_not_arrive():
     """Both ranks have made the call at once: the connection is the reason, if there is no transfer to look at."""
     ranks, text = verdict(record(0, under_way(2, missing=(1,)), size=2), record(1, under_way(2), size=2))
