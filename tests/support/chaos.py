@@ -21,6 +21,7 @@ process that has ended, but was not waited for, to be alive.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import faulthandler
 import gc
 import json
@@ -53,6 +54,8 @@ SIZES = (3, 4)
 TIMEOUT, PATIENCE = 2.0, 30.0
 #: the part of the ranks that must be named
 NAMED = 0.95
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 OUTCOMES = ("named", "among others", "wrongly named", "not named", "nothing to name")
 _UNNAMED = OUTCOMES[1:4]
 
@@ -77,6 +80,7 @@ class Group:
             return pid
         status = 1
         try:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped rank would stay when this program is killed
             os.setpgid(0, 0)  # the end of the shell that started this program would continue a stopped process
             os.dup2(os.open(self.folder / f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
             faulthandler.enable()
