@@ -12,7 +12,7 @@ transfers with it under way. The table says in how many cases of each kind it al
 alone, and none. There is nothing to name where no call has failed, as where connections were cut and made again, or
 where a call was too slow for its deadline on a busy machine before the fault. The exit status is 1 where a rank hung or
 took wrong values for right, or where fewer than 95% of the ranks were named. ``--write`` makes
-docs/results/chaos-DATE.json.
+docs/results/chaos-DATE.json, and the table of docs/howto/hangs.md.
 
 The ranks are forks of this process, which has loaded no UCX, and waits for its children all the time: UCX takes a
 process that has ended, but was not waited for, to be alive.
@@ -48,6 +48,9 @@ from qccl.bench.verdict import findings
 from qccl.records import GroupRecord, read_record
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "bench"))
+import runs  # noqa: E402 -- it is in that folder
+
 TRANSPORTS = ("ucx", "ucx-tcp", "wan")
 SIZES = (3, 4)
 #: of the calls, in seconds; and what else a case may take, mostly to start
@@ -58,6 +61,7 @@ _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 OUTCOMES = ("named", "among others", "wrongly named", "not named", "nothing to name")
 _UNNAMED = OUTCOMES[1:4]
+HEAD = ("fault", "struck", "cases", *OUTCOMES)
 
 
 class Group:
@@ -254,23 +258,18 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def print_table(found: list[dict[str, Any]]) -> None:
-    """In Markdown."""
-    print("| fault | struck | cases | " + " | ".join(OUTCOMES) + " |")
-    print("| --- " * (3 + len(OUTCOMES)) + "|")
-    for row in rows(found):
+def cells(of_faults: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """The lines of the table that is printed, from its rows()."""
+    for row in of_faults:
         counts = [row[outcome] for outcome in OUTCOMES]
         struck = "inside a transfer" if row["inside"] else "outside"
-        print(f"| {row['fault']} | {struck} | {sum(counts)} | " + " | ".join(map(str, counts)) + " |")
+        yield [row["fault"], struck, *map(str, (sum(counts), *counts))]
 
 
 def write(found: list[dict[str, Any]], of: argparse.Namespace, seconds: float) -> None:
-    """The results file, with the records of what was not as it should be."""
-    sys.path.append(str(ROOT / "bench"))
-    from runs import machine
-
+    """The results file, with what was not as it should be, and the table of docs/howto/hangs.md."""
     document = {
-        "machine": machine(),
+        "machine": runs.machine(),
         "command": f"python tests/support/chaos.py --cases {of.cases} --seed {of.seed} --timeout {of.timeout:g}",
         **{"seed": of.seed, "seconds": round(seconds), "timeout": of.timeout, "jobs": of.jobs, **summary(found)},
         "rows": rows(found),
@@ -284,6 +283,8 @@ def write(found: list[dict[str, Any]], of: argparse.Namespace, seconds: float) -
     path = ROOT / "docs" / "results" / f"chaos-{date.today().isoformat()}.json"
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path}")
+    table = runs.document_table(HEAD, cells(document["rows"]), document["machine"])
+    runs.rewrite_table(str(ROOT / "docs" / "howto" / "hangs.md"), "python tests/support/chaos.py", table)
 
 
 def main() -> None:
@@ -300,7 +301,7 @@ def main() -> None:
     of = parser.parse_args()
     begin = time.monotonic()
     found = sorted(run(of), key=lambda each: each["case"])
-    print_table(found)
+    runs.print_table(HEAD, cells(rows(found)))
     total = summary(found)
     print(json.dumps(total), flush=True)
     if of.records:
