@@ -30,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 #: the environment variable that names the folder
 FOLDER = "QCCL_RECORDS"
 #: of the files; they change with it
-FORMAT = 1
+FORMAT = 2
 #: no record of 1,024 calls is longer
 _MOST_BYTES = 256 << 20
 

@@ -243,9 +243,10 @@ class Session:
         is_first = self.failure is None
         if is_first:
             self.failure = error
-        self.engine.abort(str(self.failure))  # again if an exception has ended it before
+        before = self.engine.abort(str(self.failure))  # again if an exception has ended it before
         if is_first:
-            self.write_record(str(error))
+            self.failure = before or error
+            self.write_record(str(self.failure))
 
     def record(self, reason: str) -> GroupRecord:
         """The last calls; see Communicator.record()."""

@@ -68,19 +68,21 @@ Loop::Loop(std::shared_ptr<Wire> given, int rank, int size, std::size_t most_eag
     if (peer != rank) post_control_receive(peer);
 }
 
-void Loop::begin(std::shared_ptr<Run> run, std::uint64_t sequence, double deadline, bool traced,
+void Loop::begin(std::shared_ptr<Run> run, std::uint64_t sequence, double timeout, bool traced,
                  const OnControl& on_control) {
   const ReentryGuard inside(advancing_);
   const Token run_slot = sequence % kRunsInFlight;
   if (by_slot_[run_slot]) throw std::logic_error("too many runs in flight");
   if (sequence != next_run_) throw std::logic_error("runs must begin in the order of their numbers");
   ++next_run_;
-  run->prepare(sequence, run_slot << kRunSlotShift, static_cast<int>(run_slot) * kTagsPerRun, deadline, traced);
+  const double now = look(), deadline = now + timeout;
+  run->prepare(sequence, run_slot << kRunSlotShift, static_cast<int>(run_slot) * kTagsPerRun, deadline,
+               traced ? nullptr : &looked_);
   by_slot_[run_slot] = run;
   active_.push_back(run);
   deadline_ = std::min(deadline_, deadline);
   idle_ = 0;
-  recorder_.begin(*run);
+  recorder_.begin(*run, now);
   wire->begin_run();
   run->begin(*wire);
   // encode first the data that is sent with the headers
@@ -100,7 +102,16 @@ void Loop::begin(std::shared_ptr<Run> run, std::uint64_t sequence, double deadli
 Outcome Loop::advance(const Turn& turn, const OnControl& on_control) {
   if (advancing_ && (turn.once || turn.brief)) return Outcome::pause;  // a nested is_completed() makes no progress
   const ReentryGuard inside(advancing_);
-  if (turn.once || turn.brief) return advance_for(turn.once ? 0 : kBriefSeconds, on_control);
+  try {
+    return turn.once || turn.brief ? advance_for(turn.once ? 0 : kBriefSeconds, on_control)
+                                   : advance_until(turn, on_control);
+  } catch (...) {
+    look();  // a message of failure may be the first thing that a process sees that was stopped
+    throw;
+  }
+}
+
+Outcome Loop::advance_until(const Turn& turn, const OnControl& on_control) {
   double checked = std::numeric_limits<double>::infinity();  // until the first look
   while (!halted_) {
     const bool computed = compute();
@@ -111,7 +122,7 @@ Outcome Loop::advance(const Turn& turn, const OnControl& on_control) {
     if (!ended_.empty()) return Outcome::ended;
     if (turn.yields && wanted) return Outcome::pause;
     if (!computed && idle_ < kQuickPolls && idle_ % kPollsPerLook) continue;
-    const double now = seconds();
+    const double now = look();
     if (idle_ && now > deadline_ && find_overdue(now)) return Outcome::overdue;
     if (now >= turn.limit) return Outcome::pause;
     checked = std::min(checked, now);
@@ -127,13 +138,13 @@ Outcome Loop::advance(const Turn& turn, const OnControl& on_control) {
 // turn: the caller may not come back soon.
 Outcome Loop::advance_for(double seconds_left, const OnControl& on_control) {
   std::uint64_t idle = idle_;
-  double now = seconds();
+  double now = look();
   const double end = now + seconds_left;
   for (bool acts = true; acts && !halted_;) {
     acts = compute();
     poll(acts ? 0 : idle, 0, on_control);
     idle = 0;
-    now = seconds();
+    now = look();
     acts = now < end && (acts || !completed_.empty());
   }
   if (!ended_.empty()) return Outcome::ended;
@@ -168,6 +179,14 @@ void Loop::drain(std::uint64_t idle, const OnControl& on_control) {
     }
   }
   if (error) std::rethrow_exception(error);
+}
+
+// The time. Where this process was stopped, or an operation or a handler of signals took long, it has not looked for long.
+double Loop::look() {
+  const double now = seconds();
+  if (now - looked_ > Recorder::kStill)
+    for (const std::shared_ptr<Run>& run : active_) recorder_.look(run->sequence(), looked_, now);
+  return looked_ = now;
 }
 
 // Runs the first operation that is ready; false if there is none.
@@ -293,7 +312,7 @@ void Loop::collect_ended() {
       continue;
     }
     ended_.push_back(active_[i]->sequence());
-    recorder_.end(active_[i]->sequence());
+    recorder_.end(active_[i]->sequence(), looked_);
     by_slot_[active_[i]->sequence() % kRunsInFlight] = nullptr;
     active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
     find_deadline();

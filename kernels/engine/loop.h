@@ -50,16 +50,16 @@ class Loop {
   // `call`: the first bytes of every call's header. `most_eager`: bytes of data that may follow a header.
   Loop(std::shared_ptr<Wire> wire, int rank, int size, std::size_t most_eager, std::string call);
 
-  // `run` has its headers. Runs are numbered from 0 on, in the order of their calls.
-  void begin(std::shared_ptr<Run> run, std::uint64_t sequence, double deadline, bool traced,
+  // `run` has its headers. Runs are numbered from 0 on, in the order of their calls. `timeout`: seconds from now on.
+  void begin(std::shared_ptr<Run> run, std::uint64_t sequence, double timeout, bool traced,
              const OnControl& on_control);
   // Advances all runs until one has ended, one is past its deadline, or the turn is over.
   Outcome advance(const Turn& turn, const OnControl& on_control);
   // The sequence numbers of the runs that have ended since the last call.
   std::vector<std::uint64_t> take_ended() { return std::exchange(ended_, {}); }
 
-  // The last runs, from the oldest on.
-  std::vector<Recorder::Entry> records() const { return recorder_.entries(next_run_); }
+  // The last runs with their numbers, from the oldest on.
+  std::vector<std::pair<std::uint64_t, Recorder::Entry>> records() const { return recorder_.entries(next_run_); }
   // The runs under way, in the order of their calls.
   const std::vector<std::shared_ptr<Run>>& runs() const { return active_; }
 
@@ -97,7 +97,9 @@ class Loop {
     std::vector<unsigned char> message;
   };
 
+  Outcome advance_until(const Turn& turn, const OnControl& on_control);
   Outcome advance_for(double seconds_left, const OnControl& on_control);
+  double look();
   bool compute();
   void poll(std::uint64_t idle, std::uint64_t extra_idle, const OnControl& on_control);
   bool is_call(const unsigned char* message) const;
@@ -124,6 +126,7 @@ class Loop {
   std::vector<std::shared_ptr<Run>> active_;  // in the order of their calls
   std::shared_ptr<Run> by_slot_[kRunsInFlight];
   Recorder recorder_;
+  double looked_ = 0;  // when look() was called last
   std::deque<Early> early_;  // at most kRunsInFlight from each rank
   std::vector<std::uint64_t> ended_;
   std::vector<Token> completed_;

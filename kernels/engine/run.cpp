@@ -29,7 +29,7 @@ Run::Run(std::shared_ptr<const Steps> steps, MemoryPointer memory)
   for (const EagerData& each : steps_->eager()) eager_.emplace_back(kHeaderNbytes + each.nbytes);
 }
 
-void Run::prepare(std::uint64_t sequence, Token run_slot, int first_tag, double deadline, bool traced) {
+void Run::prepare(std::uint64_t sequence, Token run_slot, int first_tag, double deadline, const double* looked) {
   sequence_ = sequence;
   run_slot_ = run_slot;
   first_tag_ = first_tag;
@@ -41,7 +41,7 @@ void Run::prepare(std::uint64_t sequence, Token run_slot, int first_tag, double 
   for (Message& header : headers_) std::memcpy(header.data() + kSequenceOffset, &sequence, sizeof sequence);
   std::fill(filled_.begin(), filled_.end(), false);
   for (Message& each : data_) each.clear();
-  traced_ = traced;
+  looked_ = looked;
   starts_.resize(steps_->count());
   trace_.clear();
 }
@@ -204,15 +204,15 @@ std::vector<int> Run::waits_for(bool is_send) const {
 }
 
 void Run::started(Number i) {
-  if (traced_) {
+  if (!looked_) {
     starts_[i] = seconds();
   } else if (!(*steps_)[i].operation) {
-    starts_[i] = coarse_seconds();
+    starts_[i] = *looked_;
   }
 }
 
 void Run::stopped(Number i) {
-  if (traced_ && i < steps_->count()) trace_.push_back({i, starts_[i], seconds()});
+  if (!looked_ && i < steps_->count()) trace_.push_back({i, starts_[i], seconds()});
 }
 
 }  // namespace qccl

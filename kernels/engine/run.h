@@ -46,8 +46,9 @@ class Run {
   void set_call(std::uint64_t call, float lr);
   // The headers of later runs: one for all ranks, or one for each, without the last four bytes.
   void set_headers(const std::vector<std::string>& headers);
-  // Sets up a new run; its headers get the number `sequence`. The tokens of its transfers contain `run_slot`.
-  void prepare(std::uint64_t sequence, Token run_slot, int first_tag, double deadline, bool traced);
+  // Sets up a new run; its headers get the number `sequence`. The tokens of its transfers contain `run_slot`. `looked`:
+  // the time at which the loop last looked at the clock, for the begins of transfers; null for a run that is traced.
+  void prepare(std::uint64_t sequence, Token run_slot, int first_tag, double deadline, const double* looked);
   // Sends the headers, and starts all steps that depend on nothing.
   void begin(Wire& wire);
   bool header_matches(int peer, const unsigned char* header) const;
@@ -112,8 +113,8 @@ class Run {
   std::vector<Message> data_;             // by rank: data that arrived before its receive could start
   int arriving_ = -1;                     // the rank whose data is at `arrived_`
   const unsigned char* arrived_ = nullptr;
-  bool traced_ = false;
-  std::vector<double> starts_;            // by step; of a run that is not traced only transfers, by coarse_seconds()
+  const double* looked_ = nullptr;        // null: traced
+  std::vector<double> starts_;            // by step; of a run that is not traced only transfers, by *looked_
   std::vector<TraceRecord> trace_;
 };
 

@@ -12,6 +12,7 @@ from qccl.cuda.callbacks import CallbackThread
 from qccl.cuda.deadline import Deadline
 from qccl.cuda.device import Device
 from qccl.cuda.libraries import NOT_READY, as_qccl_error, cuda_libraries, event_status, translated
+from qccl.cuda.records import LoggedCall
 from qccl.engine.callbacks import WithCallbacks
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, QcclError, gave_up
 
@@ -40,6 +41,7 @@ class CudaRun(WithCallbacks):
         program: kept because the device reads its tables until the run has ended.
         on_stream: all of the run is on its streams.
         finish: called when the run has ended.
+        logged: the run in the engine's records; None for a captured one.
     """
 
     is_stream_ordered = True
@@ -57,6 +59,7 @@ class CudaRun(WithCallbacks):
         self.program: object = None
         self.on_stream = False
         self.finish: Callable[[], None] | None = None
+        self.logged: LoggedCall | None = None
 
     def step(self) -> bool:
         """Look at the flags and ask CUDA for errors; the GPU makes progress by itself."""
@@ -211,6 +214,8 @@ class PendingRuns:
         except Exception as error:  # while it computes the times of a trace
             run.failure = as_qccl_error(error) or gave_up(self._rank, error)
         run.deadline.start()  # for messages that are still under way
+        if run.logged is not None and run.failure is None:
+            run.logged.end()
         run.done = True
         with self._lock:
             event, run.event = run.event, None

@@ -217,8 +217,11 @@ class Engine(Protocol):
     def check(self, timeout: float, stream: int | None = None) -> None:
         """Wait for all runs that progress without this rank's calls (on CUDA also for ``stream``); raise failures."""
 
-    def abort(self, reason: str) -> None:
-        """Fail all runs under way with ``reason``, here and as far as possible on the other ranks. Idempotent."""
+    def abort(self, reason: str) -> QcclError | None:
+        """Fail all runs under way with ``reason``, here and as far as possible on the other ranks. Idempotent.
+
+        Returns the failure that has ended the group before, if there was one; its caller may not have seen it yet.
+        """
 
     def records(self) -> list[CallRecord]:
         """The last 1,024 calls that have begun, from the oldest on, and those that are queued."""
