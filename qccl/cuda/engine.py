@@ -182,9 +182,7 @@ class CudaEngine:
             raise EngineError(refused)
         logged.end()
 
-    def check_consistent(
-        self, text: str, pairs: tuple[str, ...], refusal: str = "", *, again: bool = False
-    ) -> str:  # fmt: skip
+    def check_consistent(self, text: str, pairs: tuple[str, ...], refusal: str = "", *, again: bool = False) -> str:
         """Collective until the ranks have agreed on a text; see engine.base.Engine."""
         self._check_usable()
         header = Header(Kind.CALL, self.numbers.sequence, text, pairs)

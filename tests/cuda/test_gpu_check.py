@@ -734,15 +734,15 @@ def test_help_comes_at_once(tmp_path):
 
 
 def test_missing_tools_of_the_build_are_named(monkeypatch, tmp_path):
-    import build
+    import building
 
-    assert build.build(ROOT) == ""  # it is there
-    monkeypatch.setattr(build, "_is_built", lambda root: False)
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(build, "_path", lambda: str(tmp_path))
+    assert building.build(ROOT) == ""  # it is there
+    monkeypatch.setattr(building, "_is_built", lambda root: False)
+    monkeypatch.setattr(building.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(building, "_path", lambda: str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    text = build.build(tmp_path)
+    text = building.build(tmp_path)
     assert text.startswith(
         "qccl's extension must be built, and there is no nanobind, no CMake, no ninja or make, no C++ compiler"
     )
@@ -832,10 +832,10 @@ def test_the_profile(monkeypatch, tmp_path):
 
 def test_the_limits_of_the_runs():
     """Each run takes at most eight minutes with the build, the triage five without; the bytes are compared first."""
-    import build
+    import building
     import check
 
-    assert check.RUN_SECONDS + build.SECONDS <= 480 and check.TRIAGE_SECONDS <= 300
+    assert check.RUN_SECONDS + building.SECONDS <= 480 and check.TRIAGE_SECONDS <= 300
     for run, sections in check.RUNS.items():
         limit = check.TRIAGE_SECONDS if run == "triage" else check.RUN_SECONDS
         assert sum(check.SECTIONS[name][1] for name in sections) <= limit

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from build import build
+from building import build
 from reports import PART, Missing, each_of, stacks_before
 
 import qccl
@@ -90,7 +90,7 @@ SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
     "profile": (_of("triage", "profile"), 50),
 }
 #: a machine may be available for ten minutes at a time only, so each run takes at most eight, and the triage five:
-#: the limits of the run's sections; besides the time in which build.py compiles the extension, where there is none
+#: the limits of the run's sections; besides the time in which building.py compiles the extension, where there is none
 RUNS = {
     "1": ("kernels", "streams", "graphs", "dispatch", "overlap", "bandwidth"),
     "2": ("staged", "ranks", "faults", "torch", "jax", "large"),

@@ -19,8 +19,8 @@ SECONDS = 100.0
 
 def build(root: Path) -> str:
     """Build the extension into root/qccl, unless another one is there. Returns why that is not possible, or nothing."""
-    folder = root / "build" / "gpu-check"
-    if not folder.is_dir() and _is_built(root):
+    folder, before = root / "build" / "gpu-check", list((root / "qccl").glob("_host*.so"))
+    if not before and _is_built(root):  # one that an earlier build left there may be of other sources
         return ""
     if lacking := list(missing_tools()):
         return (
