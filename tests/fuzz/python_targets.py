@@ -1,25 +1,30 @@
 """The fuzz targets in Python: what reads messages of other processes, and files. ``python_targets.py TARGET ARGUMENTS``.
 
 Each target is a function of an input. It raises Finding, or anything else, for a finding. Atheris gives the inputs, by
-libFuzzer, which has the arguments.
+libFuzzer, which has the arguments. An input is what the target reads; or, behind a byte 255, choices of changes of a seed
+that is JSON: libFuzzer seldom makes JSON by itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import json
+import math
 import os
 import socket
 import struct
 import sys
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import atheris
+import numpy as np
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,6 +64,13 @@ with atheris.instrument_imports(include=["qccl"]):
     from qccl.transports.messages import encode, parse, parse_member
     from qccl.transports.strangers import NotARank
 
+#: what a changed document has in place of a value
+_VALUES = (
+    *(None, True, 0, -1, 1, 1 << 31, 1 << 63, 10**400, -(10**400), 0.0, 1.5, -1e308, math.inf, math.nan),
+    *("", "a", "\x1b[2J", "\ud800", "0" * 40, [], [0], {}, {"a": 0}),
+)
+#: the first byte of an input that changes a seed
+_CHANGES = 0xFF
 #: seconds that a wait may take: what is waited for is there, or has ended
 _SECONDS = 5.0
 _FOLDER = Path(os.environ.get("TMPDIR", "/dev/shm"))
@@ -71,6 +83,56 @@ class Finding(Exception):
 def _require(condition: object, what: str) -> None:
     if not condition:
         raise Finding(what)
+
+
+# -- documents -----------------------------------------------------------------------------------------------------------
+
+#: of a target's seeds: the bytes before the documents, and the documents, one a line
+_Seed = tuple[bytes, list[Any]]
+
+
+def _read_seeds(folder: Path) -> list[_Seed]:
+    """The seeds that are JSON, most after a byte of their own."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        for start in (0, 1):
+            with contextlib.suppress(ValueError):
+                content = path.read_bytes()
+                found.append((content[:start], [json.loads(line) for line in content[start:].split(b"\n")]))
+                break
+    return found
+
+
+def _places(document: Any) -> Iterator[tuple[Any, Any]]:
+    """Every value, as its list or dict and its key there."""
+    for key in range(len(document)) if isinstance(document, list) else list(document):
+        yield document, key
+        if isinstance(document[key], list | dict):
+            yield from _places(document[key])
+
+
+def _changed(seeds: Sequence[_Seed], choices: bytes) -> bytes:
+    """A seed with some values replaced, removed or repeated, by choices of four bytes each."""
+    prefix, documents = seeds[choices[0] % len(seeds)] if choices else seeds[0]
+    documents = copy.deepcopy(documents)
+    for at in range(1, min(len(choices), 33) - 3, 4):
+        places = list(_places(documents))
+        if not places:
+            break
+        inside, key = places[int.from_bytes(choices[at : at + 2]) % len(places)]
+        action, value = choices[at + 2] % 6, choices[at + 3]
+        if action == 0:
+            del inside[key]
+        elif action == 1 and isinstance(inside, list):
+            inside.insert(key, inside[key])
+        elif action == 2:
+            other, its_key = places[value % len(places)]
+            inside[key] = copy.deepcopy(other[its_key])
+        elif action == 3 and isinstance(inside, dict):
+            inside[str(_VALUES[value % len(_VALUES)])] = inside[key]
+        else:
+            inside[key] = copy.deepcopy(_VALUES[value % len(_VALUES)])
+    return prefix + b"\n".join(json.dumps(each).encode() for each in documents)
 
 
 # -- messages ------------------------------------------------------------------------------------------------------------
@@ -149,8 +211,12 @@ def messages(content: bytes) -> None:
 
 
 def states(content: bytes) -> None:
-    """load_state() of a file; or of one with parts of these contents, whose checksums are right."""
+    """load_state() of a file; or of one with parts of these contents, whose checksums are right; or with this structure."""
     file = BytesIO(content[1:])
+    if content[:1] == b"\2":
+        file, array = BytesIO(), np.arange(3, dtype=np.uint16)
+        np.savez(file, **{"state": np.frombuffer(content[1:], np.uint8), "0": array, "1": array})
+        file.seek(0)
     if content[:1] == b"\1":
         file = BytesIO()
         with zipfile.ZipFile(file, "w") as archive:
@@ -215,8 +281,14 @@ TARGETS = {target.__name__: target for target in (messages, records, states, tex
 
 
 def main() -> None:
-    target = TARGETS[sys.argv.pop(1)]
-    atheris.Setup(sys.argv, target)
+    name = sys.argv.pop(1)
+    target, seeds = TARGETS[name], _read_seeds(_ROOT / "build/fuzz/seeds" / name)
+
+    def one_input(content: bytes) -> None:
+        is_change = seeds and content[:1] == bytes([_CHANGES])
+        target(_changed(seeds, content[1:]) if is_change else content)
+
+    atheris.Setup(sys.argv, one_input)
     atheris.Fuzz()
 
 

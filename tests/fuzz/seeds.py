@@ -173,6 +173,7 @@ def state_inputs() -> Inputs:
         qccl.save_state(file, state)
         yield b"\0" + file.getvalue()
         structure = b'{"dict": [["a", {"array": "0"}], ["b", {"list": [1, {"bfloat16": "1"}]}]]}'
+        yield b"\2" + structure
         arrays = []
         for array in (np.frombuffer(structure, np.uint8), np.ones(3, np.float32), np.zeros((2, 1), np.uint16)):
             content = BytesIO()
@@ -200,6 +201,13 @@ def record_inputs() -> Inputs:
     yield from found
     yield b"\n".join(found)
     yield json.dumps(stuck).encode() + b"\n" + found[1]
+
+
+def changes() -> Inputs:
+    """Of the seeds that are JSON."""
+    for number in range(8):
+        yield bytes([255, number])
+        yield bytes([255, number, 0, number, 5, 7])
 
 
 def text_inputs() -> Inputs:
@@ -231,7 +239,8 @@ def main() -> None:
             for name, inputs in TARGETS.items():
                 place = Path(folder) / name
                 place.mkdir(parents=True, exist_ok=True)
-                for number, content in enumerate(inputs()):
+                more = changes() if name in ("messages", "records", "states", "texts") else ()
+                for number, content in enumerate(itertools.chain(inputs(), more)):
                     (place / f"seed-{number}").write_bytes(content)
         case _:
             sys.exit("seeds.py rows FILE, or seeds.py inputs FOLDER")
