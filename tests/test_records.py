@@ -185,7 +185,12 @@ HOSTILE = [
     *(changed_call(sequence="1"), changed_call(begun="now"), changed_call(missing=3), changed_call(missing=["1"])),
     *(changed_call(transfers=[[]]), changed_call(transfers=[{"peer": 1}]), changed_call(computes=1), changed_call(x=1)),
     *(changed_call(state="asleep"), changed(written=None)),
-    *(changed(written=10**400), changed(written=math.nan), changed_call(begun=-(10**400)), changed_call(ended=math.inf)),
+    *(
+        changed(written=10**400),
+        changed(written=math.nan),
+        changed_call(begun=-(10**400)),
+        changed_call(ended=math.inf),
+    ),
 ]
 
 

@@ -1,7 +1,7 @@
 """Runs the fuzz targets that ``scripts/fuzz`` has built, one after the other, and says what they have found.
 
-``scripts/fuzz [--seconds N] [--target NAME ...] [--write FILE]``. Each target has the same part of the time. What a target
-has learned stays in ``build/fuzz/corpus``, so that the next run goes on from there. Inputs that are findings are in
+``scripts/fuzz [--seconds N] [--target NAME ...] [--write FILE]``. Each target has the same part of the time. What a
+target has learned stays in ``build/fuzz/corpus``, so that the next run goes on from there. Inputs that are findings are in
 ``build/fuzz/findings``; give one to ``build/fuzz/TARGET FILE``, or to ``tests/fuzz/python_targets.py TARGET FILE``.
 """
 
@@ -27,8 +27,8 @@ IN_PYTHON = ("messages", "records", "states", "texts")
 
 #: bytes of an input, at most, where libFuzzer's 4,096 are too few
 _MOST_NBYTES = {"codecs": 20_000, "frames": 20_000}
-#: an input may take so long, and the process so much memory
-_LIMITS = ("-timeout=20", "-rss_limit_mb=3000", "-malloc_limit_mb=1000")
+#: an input may take so long, also on a busy machine, and the process so much memory
+_LIMITS = ("-timeout=60", "-report_slow_units=60", "-rss_limit_mb=3000", "-malloc_limit_mb=1000")
 #: seconds that a target may take beyond its time, which is looked at after each input: to read its corpus, and to end
 _GRACE_SECONDS = 300
 
@@ -60,7 +60,11 @@ def run(target: str, seconds: int) -> Result:
     corpus.mkdir(parents=True, exist_ok=True)
     findings.mkdir(exist_ok=True)
     before = set(findings.iterdir())
-    program = [BUILD / target] if target in COMPILED else [sys.executable, Path(__file__).with_name("python_targets.py"), target]
+    program = (
+        [BUILD / target]
+        if target in COMPILED
+        else [sys.executable, Path(__file__).with_name("python_targets.py"), target]
+    )
     command = [
         *map(str, program),
         *(str(corpus), str(BUILD / "seeds" / target), f"-artifact_prefix={findings}/{target}-"),

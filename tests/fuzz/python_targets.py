@@ -1,8 +1,8 @@
-"""The fuzz targets in Python: what reads messages of other processes, and files. ``python_targets.py TARGET ARGUMENTS``.
+"""The fuzz targets in Python: what reads messages of other processes, and files.
 
-Each target is a function of an input. It raises Finding, or anything else, for a finding. Atheris gives the inputs, by
-libFuzzer, which has the arguments. An input is what the target reads; or, behind a byte 255, choices of changes of a seed
-that is JSON: libFuzzer seldom makes JSON by itself.
+``python_targets.py TARGET ARGUMENTS``: each target is a function of an input. It raises Finding, or anything else, for a
+finding. Atheris gives the inputs, by libFuzzer, which has the arguments. An input is what the target reads; or, behind a
+byte 255, choices of changes of a seed that is JSON: libFuzzer seldom makes JSON by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def _find_plainly() -> None:
-    """Have qccl's Python files found by sys.path, as Atheris needs it, and not by the finder of the editable installation.
+    """Have qccl's Python files found by sys.path, as Atheris needs it, not by the editable installation's finder.
 
     The extension is the installed one.
     """
@@ -85,7 +85,7 @@ def _require(condition: object, what: str) -> None:
         raise Finding(what)
 
 
-# -- documents -----------------------------------------------------------------------------------------------------------
+# -- documents -------------------------------------------------------------------------------------------------------
 
 #: of a target's seeds: the bytes before the documents, and the documents, one a line
 _Seed = tuple[bytes, list[Any]]
@@ -135,7 +135,7 @@ def _changed(seeds: Sequence[_Seed], choices: bytes) -> bytes:
     return prefix + b"\n".join(json.dumps(each).encode() for each in documents)
 
 
-# -- messages ------------------------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -207,11 +207,11 @@ def messages(content: bytes) -> None:
             _MESSAGES[content[0] % len(_MESSAGES)](content[1:])
 
 
-# -- files ---------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------------------------
 
 
 def states(content: bytes) -> None:
-    """load_state() of a file; or of one with parts of these contents, whose checksums are right; or with this structure."""
+    """load_state() of a file; or of one with these parts, whose checksums are right; or of one with this structure."""
     file = BytesIO(content[1:])
     if content[:1] == b"\2":
         file, array = BytesIO(), np.arange(3, dtype=np.uint16)

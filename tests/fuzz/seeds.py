@@ -1,7 +1,7 @@
 """What the fuzz targets begin with: the codecs that they know, and inputs from real runs.
 
-``seeds.py rows FILE`` writes the codecs of ``tests/support/codec_table.py`` for ``codecs.cpp``. ``seeds.py inputs FOLDER``
-writes a folder of inputs for each target, as the targets read them.
+``seeds.py rows FILE`` writes the codecs of ``tests/support/codec_table.py`` for ``codecs.cpp``. ``seeds.py inputs
+FOLDER`` writes a folder of inputs for each target, as the targets read them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def rows_text() -> str:
     return "".join(found)
 
 
-# -- the targets in C++ --------------------------------------------------------------------------------------------------
+# -- the targets in C++ ----------------------------------------------------------------------------------------------
 
 
 def codec_inputs() -> Inputs:
@@ -122,7 +122,7 @@ def address_inputs() -> Inputs:
         yield bytes([0, 1, len(greeting)]) + greeting + b"\1" + answer
 
 
-# -- the targets in Python -----------------------------------------------------------------------------------------------
+# -- the targets in Python -------------------------------------------------------------------------------------------
 
 
 def message_inputs() -> Inputs:
@@ -152,12 +152,19 @@ def message_inputs() -> Inputs:
     yield b"\3" + Invitation("ab" * 16, 4711, 5, "cd" * 16).text()
     yield b"\4" + JoinAddress("wan", ("192.0.2.1", 4711), bytes(32), True).text().encode()
     yield b"\4" + b"[::1]:4711"
-    for each in (message(Kind.NOTES, join([b"a", b"bc"])), message(Kind.REFUSED, b"why"), message(Kind.PROVE, bytes(48))):
+    for each in (
+        message(Kind.NOTES, join([b"a", b"bc"])),
+        message(Kind.REFUSED, b"why"),
+        message(Kind.PROVE, bytes(48)),
+    ):
         yield b"\5" + each
     yield b"\6" + Hello.of(1, 2, 0, b"job", bytes(8), 3).pack() + b"abc"
-    yield b"\7" + relay_protocol.Hello.make(
-        relay_protocol.Role.CALLER, bytes(32), bytes(32), relay_protocol.greeting(bytes(16))
-    ).packed()
+    yield (
+        b"\7"
+        + relay_protocol.Hello.make(
+            relay_protocol.Role.CALLER, bytes(32), bytes(32), relay_protocol.greeting(bytes(16))
+        ).packed()
+    )
 
 
 def state_inputs() -> Inputs:
