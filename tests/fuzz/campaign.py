@@ -1,7 +1,7 @@
 """Runs the fuzz targets that ``scripts/fuzz`` has built, one after the other, and says what they have found.
 
 ``scripts/fuzz [--seconds N] [--target NAME ...] [--write FILE]``. Each target has the same part of the time. What a
-target has learned stays in ``build/fuzz/corpus``, so that the next run goes on from there. Inputs that are findings are in
+target has learned stays in ``build/fuzz/corpus``, and the next run goes on from there. Inputs that are findings are in
 ``build/fuzz/findings``; give one to ``build/fuzz/TARGET FILE``, or to ``tests/fuzz/python_targets.py TARGET FILE``.
 """
 

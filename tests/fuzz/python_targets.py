@@ -1,8 +1,8 @@
 """The fuzz targets in Python: what reads messages of other processes, and files.
 
-``python_targets.py TARGET ARGUMENTS``: each target is a function of an input. It raises Finding, or anything else, for a
-finding. Atheris gives the inputs, by libFuzzer, which has the arguments. An input is what the target reads; or, behind a
-byte 255, choices of changes of a seed that is JSON: libFuzzer seldom makes JSON by itself.
+``python_targets.py TARGET ARGUMENTS``: each target is a function of an input. It raises Finding, or anything else, for
+a finding. Atheris gives the inputs, by libFuzzer, which has the arguments. An input is what the target reads; or,
+behind a byte 255, choices of changes of a seed that is JSON: libFuzzer seldom makes JSON by itself.
 """
 
 from __future__ import annotations
