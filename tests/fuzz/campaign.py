@@ -30,7 +30,7 @@ _MOST_NBYTES = {"codecs": 20_000, "frames": 20_000}
 #: an input may take so long, also on a busy machine, and the process so much memory
 _LIMITS = ("-timeout=60", "-report_slow_units=60", "-rss_limit_mb=3000", "-malloc_limit_mb=1000")
 #: seconds that a target may take beyond its time, which is looked at after each input: to read its corpus, and to end
-_GRACE_SECONDS = 300
+_GRACE_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,10 @@ def run(target: str, seconds: int) -> Result:
     ]
     begin = datetime.now(UTC)
     fast = os.environ | {"ASAN_OPTIONS": "malloc_context_size=0"}  # who allocated is seen when a finding is run alone
-    ended = subprocess.run(command, capture_output=True, timeout=seconds + _GRACE_SECONDS, env=fast)
+    try:
+        ended = subprocess.run(command, capture_output=True, timeout=seconds + _GRACE_SECONDS, env=fast)
+    except subprocess.TimeoutExpired as error:
+        sys.exit(f"{target} did not end in {error.timeout} s: it hangs, or the machine is too busy; run it alone")
     output = ended.stderr.decode(errors="replace")
     log = BUILD / f"{target}.log"
     log.write_text(output)
