@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -185,6 +186,12 @@ HOSTILE = [
     *(changed_call(sequence="1"), changed_call(begun="now"), changed_call(missing=3), changed_call(missing=["1"])),
     *(changed_call(transfers=[[]]), changed_call(transfers=[{"peer": 1}]), changed_call(computes=1), changed_call(x=1)),
     *(changed_call(state="asleep"), changed(written=None)),
+    *(
+        changed(written=10**400),
+        changed(written=math.nan),
+        changed_call(begun=-(10**400)),
+        changed_call(ended=math.inf),
+    ),
 ]
 
 
