@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Unpack
 
-from qccl.arguments import CodecLike, OpLike, check_trace, timeout_of
+from qccl.arguments import CodecLike, OpLike, check_trace, codecs_of, timeout_of
 from qccl.arrays import Memory, Values, refuse_nonfinite, text_about_inputs
-from qccl.collectives import for_nodes
+from qccl.choosing import Chooser
 from qccl.engine.base import Bound, Progress, Request
 from qccl.errors import ArgumentError
 from qccl.guard import guarded
@@ -65,6 +65,7 @@ class Collectives:
     _session: Session
     _memory: Memory
     _programs: ProgramCache
+    _chooser: Chooser
 
     @accepts(CallOptions)
     def quantized_allreduce(
@@ -341,12 +342,15 @@ class Collectives:
     ) -> tuple[_Prepared, list[Values]]:
         """Check the arguments of a call, and let later calls find them; also returns the arrays' memory."""
         session, how = self._session, complete(method.options, method.name, options)
-        spec, by_name = method.prepare(self, arrays, parameters, how)
-        spec = for_nodes(spec, self.nodes)
+        specs = []
+        for codec in codecs_of(how["codec"]):
+            spec, by_name = method.prepare(self, arrays, parameters, {**how, "codec": codec})
+            spec.check_counts(by_name, self.rank, self.size)
+            check_key(spec.codec, how["key"])
+            specs.append(spec)
         request = _request(how)
         self._memory.streams(how["stream"], ())
-        spec.check_counts(by_name, self.rank, self.size)
-        check_key(spec.codec, how["key"])
+        spec = self._chooser.choose(specs, self.nodes).spec
         spec, compiled, bound = session.bind(spec, by_name, how["key"], self._programs.get)
         values = list(dict.fromkeys(by_name.values()))
         bare = {each: replace(each, array=None, view=None, owner=None) for each in values}

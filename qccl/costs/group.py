@@ -1,0 +1,227 @@
+"""How long the calls of a group take, as measured, and which way to make a call is the fastest by that.
+
+A profile has curves: the seconds of a call over its number of elements, for a collective, an element type, a codec and
+a way to make the call, such as "two_round". Between two measured numbers of elements a call's time is taken to be
+linear, and beyond the last one, too. No constant of a machine or a network is in here: what measured calls do not show
+cannot be told either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from qccl import codecs, dtypes
+from qccl.codecs import NoCodec
+from qccl.collectives import CollectiveSpec, ways
+from qccl.errors import ArgumentError
+from qccl.files import writing
+
+__all__ = ["MARGIN", "Choice", "Curve", "GroupProfile", "Kind", "choose", "kind_of"]
+
+#: the part of the time without a codec that a codec must save
+MARGIN = 0.03
+#: the slope beyond the last point is that from a point with at most so large a part of its elements: the times of two
+#: near points differ by little more than noise
+_FAR = 0.25
+#: version of the file, and the most bytes that it may have
+_VERSION, _MOST_NBYTES = 1, 1 << 20
+_KEYS = ("collective", "dtype", "codec", "way", "points")
+
+
+class Kind(NamedTuple):
+    """What the curves of calls belong to, as text: collective, element type and codec."""
+
+    collective: str
+    dtype: str
+    codec: str
+
+
+def kind_of(spec: CollectiveSpec) -> Kind:
+    """The kind of a call. All-reduces of several arrays count as those of one."""
+    return Kind(spec.name.removesuffix("_coalesced"), spec.dtype.name, spec.codec.spec())
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Measured ``points``: numbers of elements, ascending, each with the seconds of a call."""
+
+    points: tuple[tuple[int, float], ...]
+
+    def seconds(self, count: int) -> float:
+        """The time of a call of ``count`` elements."""
+        first, last = self.points[0], self.points[-1]
+        if count <= first[0]:
+            return first[1]
+        if count <= last[0]:
+            at = bisect_left(self.points, (count,))
+            (low, before), (high, after) = self.points[at - 1], self.points[at]
+            return before + (after - before) * (count - low) / (high - low)
+        return last[1] + self.slope * (count - last[0])
+
+    @property
+    def slope(self) -> float:
+        """Seconds of an element beyond the last point."""
+        last, seconds = self.points[-1]
+        far = [point for point in self.points if point[0] <= last * _FAR]
+        count, before = far[-1] if far else self.points[0]
+        return max(0.0, seconds - before) / (last - count) if count < last else 0.0
+
+
+@dataclass(frozen=True)
+class GroupProfile:
+    """The measured times of a group's calls: what ``codec="auto"`` decides by.
+
+    Attributes:
+        nodes: for each rank, the number of its machine.
+        transport: that carried the bytes.
+        times: by kind of call, and by the way to make it.
+    """
+
+    nodes: tuple[int, ...]
+    transport: str
+    times: Mapping[Kind, Mapping[str, Curve]] = field(default_factory=dict)
+
+    def with_times(self, curves: Mapping[tuple[Kind, str], Curve]) -> GroupProfile:
+        """This profile and further curves, by kind and way."""
+        times = dict(self.times)
+        for (kind, way), curve in curves.items():
+            times[kind] = {**times.get(kind, {}), way: curve}
+        return replace(self, times=times)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a JSON file for ``qccl.init(profile=)`` and QCCL_PROFILE. Raises OSError."""
+        with writing(path) as file:
+            file.write(json.dumps(self.as_dict(), indent=1).encode() + b"\n")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> GroupProfile:
+        """The profile in a file that save() wrote. Raises ArgumentError for another file, OSError."""
+        with open(path, "rb") as file:
+            text = file.read(_MOST_NBYTES + 1)
+        try:
+            if len(text) > _MOST_NBYTES:
+                raise ValueError(f"it has more than {_MOST_NBYTES:,} bytes")
+            return GroupProfile.from_dict(json.loads(text))
+        except (KeyError, TypeError, ValueError, RecursionError, ArgumentError) as error:
+            raise ArgumentError(
+                f"{os.fspath(path)!r} is no profile of a group ({type(error).__name__}: {error}); give a file that "
+                f"comm.profile().save() wrote"
+            ) from error
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a file of JSON."""
+        curves = [
+            dict(zip(_KEYS, (*kind, way, [list(point) for point in curve.points]), strict=True))
+            for kind, curves in sorted(self.times.items())
+            for way, curve in sorted(curves.items())
+        ]
+        head = {"qccl profile": _VERSION, "nodes": list(self.nodes), "transport": self.transport}
+        return head | {"curves": curves}
+
+    @staticmethod
+    def from_dict(given: Mapping[str, Any]) -> GroupProfile:
+        """The profile that as_dict() returned. Raises KeyError, TypeError, ValueError, ArgumentError."""
+        if given["qccl profile"] != _VERSION:
+            raise ValueError(f"its version is {given['qccl profile']!r}, and this is {_VERSION}")
+        nodes, transport = tuple(map(_natural, given["nodes"])), given["transport"]
+        times: dict[Kind, dict[str, Curve]] = {}
+        if not isinstance(transport, str):
+            raise TypeError(f"its transport is {transport!r}, no text")
+        for each in given["curves"]:
+            collective, dtype, codec, way, points = (each[key] for key in _KEYS)
+            kind = Kind(str(collective), dtypes.get(dtype).name, codecs.get(codec).spec())
+            times.setdefault(kind, {})[str(way)] = _curve(points)
+        return GroupProfile(nodes, transport, times)
+
+    def digest(self) -> str:
+        """A text that is equal for equal profiles."""
+        text = json.dumps(self.as_dict(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def check_group(self, nodes: Sequence[int], transport: str) -> None:
+        """Raise ArgumentError unless it is the profile of a group of these nodes, over this transport."""
+        if (self.nodes, self.transport) != (tuple(nodes), transport):
+            raise ArgumentError(
+                f"the profile is that of {len(self.nodes)} ranks on the nodes {list(self.nodes)} over "
+                f"{self.transport}, and this group has {len(nodes)} ranks on the nodes {list(nodes)} over {transport}; "
+                f"save one of this group by comm.profile().save(), or leave it out"
+            )
+
+
+def _curve(points: Any) -> Curve:
+    found = tuple((_natural(count), _seconds(seconds)) for count, seconds in points)
+    counts = [count for count, _ in found]
+    if not found or counts != sorted(set(counts)):
+        raise ValueError(f"a curve needs points with ascending numbers of elements, not {counts}")
+    return Curve(found)
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is not an integer from 0 on, with 63 bits")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{value!r} is not a positive number of seconds")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a call is made.
+
+    Attributes:
+        spec: of the call, with its codec and its algorithm.
+        predicted: codec, way and seconds of all that were compared, the fastest first; empty without a profile.
+    """
+
+    spec: CollectiveSpec
+    predicted: tuple[tuple[str, str, float], ...] = ()
+
+    def reason(self) -> str:
+        """The predicted times, in words; empty without a profile."""
+        if not self.predicted:
+            return ""
+        times = (f"{codec} by {way} {seconds * 1e3:.3g} ms" for codec, way, seconds in self.predicted)
+        needed = f"; a codec must save {MARGIN:.0%}" if len({codec for codec, _, _ in self.predicted}) > 1 else ""
+        return f"by the times of the group's profile: {', '.join(times)}{needed}"
+
+
+def choose(profile: GroupProfile, specs: Sequence[CollectiveSpec], node_ids: Sequence[int]) -> Choice | None:
+    """The fastest way to make one of these calls; None if the profile has no times for them.
+
+    ``specs`` are a call with one codec, or without a codec and with one. The codec is chosen if it saves at least
+    MARGIN of the time without it. A codec without times of its own is taken to need those of a plain call of as many
+    bytes. With equal arguments all ranks get the same choice.
+    """
+    fastest: list[tuple[float, CollectiveSpec]] = []
+    predicted: list[tuple[float, str, str]] = []
+    for spec in specs:
+        kind, count = kind_of(spec), spec.count
+        if kind not in profile.times:
+            kind, count = kind._replace(codec=NoCodec().spec()), _plain_count(spec)
+        curves = profile.times.get(kind, {})
+        found = {way: each for way, each in ways(spec, node_ids).items() if way in curves}
+        if not found:
+            return None
+        seconds = {way: curves[way].seconds(count) for way in found}
+        predicted += [(time, spec.codec.spec(), way) for way, time in seconds.items()]
+        least = min(seconds, key=seconds.__getitem__)
+        fastest.append((seconds[least], found[least]))
+    plain, encoded = fastest[0], fastest[-1]
+    chosen = encoded[1] if encoded[0] <= plain[0] * (1 - MARGIN) else plain[1]
+    return Choice(chosen, tuple((codec, way, time) for time, codec, way in sorted(predicted)))
+
+
+def _plain_count(spec: CollectiveSpec) -> int:
+    """The elements that take as many bytes without a codec."""
+    return -(-spec.codec.rounds[0].encoded_nbytes(spec.count, spec.dtype) // spec.dtype.itemsize)
