@@ -16,9 +16,11 @@ _ALGORITHMS = ("one_shot", "two_round")
 #: seconds in which the calls of one size are repeated, in turns, and how often
 _SECONDS, _FEWEST, _MOST = 2.5, 3, 101
 #: calls that follow each other, if they are short: in so many seconds
-_BURST, _SHORT = 5, 0.02
+_BURST, _SHORT = 5, 0.15
 #: seconds of a call beyond which it is not timed any more, nor with larger sizes
 _TOO_LONG = 2.0
+#: from this size on the ways that take so many times as long as the fastest are not timed any more
+_LARGE, _HOPELESS = 1 << 22, 2.5
 
 
 def main(task: dict[str, Any]) -> None:
@@ -32,9 +34,11 @@ def main(task: dict[str, Any]) -> None:
         rows = []
         for size in task["sizes"]:
             rows.append({"size": size, "profiled": profiled} | _timed(comm, size // 4, ways))
+            seconds = {each: rows[-1]["seconds"][" ".join(each)] for each in ways}
             # what takes too long with this size takes longer with the next, four times as large
-            ways = [each for each in ways if rows[-1]["seconds"][" ".join(each)] < _TOO_LONG / 4]
-            if ("none", "two_round") not in ways or any((codec, "auto") not in ways for codec in task["autos"]):
+            slowest = _TOO_LONG / 4 if size < _LARGE else min(_TOO_LONG / 4, _HOPELESS * min(seconds.values()))
+            ways = [each for each in ways if seconds[each] < slowest]
+            if any((codec, "auto") not in ways for codec in task["autos"]):
                 break
         if comm.rank == 0:
             print(MARK + json.dumps(rows), flush=True)

@@ -255,6 +255,11 @@ class Communicator(Collectives):
         self._chooser.choose(specs, self.nodes)
         return self._chooser.profile
 
+    @guarded
+    def _adopt(self, profile: GroupProfile) -> None:
+        """Collective: decide by a profile that was loaded; see Chooser.adopt()."""
+        self._chooser.adopt(profile)
+
     @property
     def timeout(self) -> float:
         """Seconds until a call that does not finish raises CollectiveTimeout; may be set between calls."""

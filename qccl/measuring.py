@@ -23,18 +23,16 @@ import numpy as np
 
 from qccl.codecs import Codec, NoCodec
 from qccl.collectives import COLLECTIVES, AllReduceSpec, CollectiveSpec, spec_of_plan, ways
-from qccl.costs.group import Curve, Kind, kind_of
+from qccl.collectives.explain import crossing_nbytes
+from qccl.costs.group import Curve, Label, Prediction, kind_of
 from qccl.dtypes import BFLOAT16, DType
 from qccl.plan import Plan
 from qccl.session import Session
 
-__all__ = ["Label", "candidates", "measure"]
-
-#: a kind of call, and a way to make it
-Label = tuple[Kind, str]
+__all__ = ["candidates", "measure"]
 
 #: seconds within which all calls should have ended. The last ones may take longer than expected
-_LIMIT = 0.8
+_LIMIT = 0.7
 #: elements of the first calls, the factor between sizes at first, and the most elements
 _LEAST, _STEP, _MOST = 256, 32, 1 << 21
 #: if the calls of a size take more seconds together, the network delays them: one time of each must do, and the second
@@ -45,13 +43,15 @@ _NEAR = 2.0
 #: seconds in which the calls of one size are repeated, how often at most, and the fewest repetitions that count
 _SLICE, _ROUNDS, _FEWEST = 0.04, 25, 3
 #: calls before the first time
-_WARM = 3
+_WARM = 2
 #: a way that takes so many times as long as the fastest may become the fastest at a near size
 _RIVAL = 1.3
 #: a way that takes so many times as long, and loses more with each element by this factor, is not timed any further
 _HOPELESS, _STEEPER = 2.0, 1.3
 #: begins the keys of the state that codecs keep meanwhile
 _KEY = "\0measured "
+#: elements of a call that counts as large
+_LARGE = 1 << 16
 #: random values, which are repeated
 _VALUES = 1 << 15
 
@@ -98,6 +98,7 @@ class _Measurement:
         self._points: dict[Label, dict[int, float]] = {label: {} for label in calls}
         self._going = list(calls)  # the ways that are timed with larger calls, too
         self._values = np.random.default_rng(session.rank).standard_normal(_VALUES, np.float32)
+        self._density: dict[Label, float] = {}
         self._keys: list[str] = []
         self._again = 0  # sizes that were looked at once more
         self._begin, self._elapsed = time.monotonic(), 0.0
@@ -130,12 +131,13 @@ class _Measurement:
         count = self._whole(count)
         arrays: dict[tuple[str, int], np.ndarray] = {}
         plans = [self._plan(label, count, arrays) for label in labels]
-        found = self._agree([_timed(plan) for plan in plans])
+        # the second one of two: an equal call came before it, and it meets no fresh memory
+        is_again = not self._points[labels[0]] or self._has_time(count, labels, times=2)
+        found = self._agree([_timed_again(plan) if is_again else _timed(plan) for plan in plans])
         if sum(found) <= _LONG:
-            found = self._agree([_timed(plan) for plan in plans])  # the first ones met fresh memory
             left = max(0.0, min(_SLICE, _LIMIT - self._elapsed))
             rounds = max(_FEWEST, min(_ROUNDS, int(left / sum(found) / 2)))
-            times = [[_timed_after_another(plan) for plan in plans] for _ in range(rounds)]
+            times = [[_timed_again(plan) for plan in plans] for _ in range(rounds)]
             found = self._agree([statistics.median(each) for each in zip(*times, strict=True)])
         for label, seconds in zip(labels, found, strict=True):
             self._points[label][count] = min(seconds, self._points[label].get(count, seconds))
@@ -181,7 +183,7 @@ class _Measurement:
         sizes = sorted({count for points in self._points.values() for count in points})
         larger = min(sizes[-1] * _STEP, _MOST)
         while larger >= 2 * sizes[-1]:
-            if self._has_time(larger, self._going):
+            if self._has_time(larger, self._going, times=2):
                 return larger, self._going
             larger //= 4
         gaps = sorted(pairwise(sizes), key=lambda gap: gap[0] / gap[1])
@@ -196,36 +198,59 @@ class _Measurement:
                 return count, measured
         return None
 
-    def _has_time(self, count: int, labels: Sequence[Label]) -> bool:
-        return bool(labels) and self._elapsed + sum(self._curve(each).seconds(count) for each in labels) < _LIMIT
+    def _has_time(self, count: int, labels: Sequence[Label], times: int = 1) -> bool:
+        """Whether the calls can be made so many times."""
+        prediction = self._prediction()
+        return bool(labels) and self._elapsed + times * sum(prediction.seconds(e, count) for e in labels) < _LIMIT
 
     def _measured(self, labels: Iterable[Label]) -> list[Label]:
         return [label for label in self._calls if label in labels]
 
     def _rivals(self, *counts: int) -> set[Label]:
         """The ways that are nearly the fastest at one of these numbers of elements."""
-        found = set()
+        found, prediction = set(), self._prediction()
         for count in counts:
-            times = {label: self._curve(label).seconds(count) for label in (*self._calls, *self._known)}
+            times = {label: prediction.seconds(label, count) for label in (*self._calls, *self._known)}
             found |= {label for label, each in times.items() if each <= _RIVAL * min(times.values())}
         return found
 
     def _drop_hopeless(self) -> None:
         """Time no larger calls in ways that fall behind."""
-        curves = {label: self._curve(label) for label in (*self._calls, *self._known)}
-        largest = max(max(points) for points in self._points.values())
-        best = min(curves.values(), key=lambda curve: curve.seconds(largest))
+        prediction, largest = self._prediction(), max(max(points) for points in self._points.values())
+        times = {label: prediction.seconds(label, largest) for label in (*self._calls, *self._known)}
+        best = min(times, key=times.__getitem__)
         self._going = [
             label
             for label in self._going
-            if curves[label].seconds(largest) < _HOPELESS * best.seconds(largest)
-            or curves[label].slope < _STEEPER * best.slope
+            if times[label] < _HOPELESS * times[best] or prediction.of_more(label) < _STEEPER * prediction.of_more(best)
         ]
 
+    def _prediction(self) -> Prediction:
+        return Prediction({**self._known, **{label: self._curve(label) for label in self._calls}})
+
     def _curve(self, label: Label) -> Curve:
-        if label in self._known:
-            return self._known[label]
-        return Curve(tuple(sorted(self._points[label].items())))
+        """What was measured, smoothed."""
+        if label not in self._density:
+            self._density[label] = _density(self._calls[label], self._nodes)
+        return Curve(_rising(sorted(self._points[label].items())), self._density[label])
+
+
+def _density(spec: CollectiveSpec, nodes: Sequence[int]) -> float:
+    count = -(-_LARGE // len(nodes)) * len(nodes)
+    return crossing_nbytes(replace(spec, count=count), nodes) / count
+
+
+def _rising(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """The points with times that do not fall, by the smallest squared changes ("pool adjacent violators")."""
+    pools: list[tuple[float, int]] = []  # the mean of neighbours, and their number
+    for _, seconds in points:
+        mean, members = seconds, 1
+        while pools and pools[-1][0] > mean:
+            before, more = pools.pop()
+            mean, members = (mean * members + before * more) / (members + more), members + more
+        pools.append((mean, members))
+    times = [mean for mean, members in pools for _ in range(members)]
+    return tuple((count, seconds) for (count, _), seconds in zip(points, times, strict=True))
 
 
 def _timed(plan: Plan) -> float:
@@ -234,7 +259,7 @@ def _timed(plan: Plan) -> float:
     return time.perf_counter() - begin
 
 
-def _timed_after_another(plan: Plan) -> float:
-    """The time of a call that follows an equal one, and not one that has left the link busy or idle."""
+def _timed_again(plan: Plan) -> float:
+    """The time of a call that follows an equal one, which may leave the link busier, or the ranks less together."""
     plan.run()
     return _timed(plan)

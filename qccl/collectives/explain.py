@@ -13,7 +13,7 @@ from qccl.collectives.spec import CollectiveSpec
 from qccl.collectives.topology import Cost, costs
 from qccl.schedule import Encode, Exchange, Reduce, Schedule
 
-__all__ = ["explain", "sent_between_nodes"]
+__all__ = ["crossing_nbytes", "explain", "sent_between_nodes"]
 
 
 def explain(
@@ -47,6 +47,21 @@ def sent_between_nodes(schedule: Schedule, node_ids: Sequence[int]) -> int:
     here = node_ids[schedule.rank]
     sends = (send for op in schedule.ops if isinstance(op, Exchange) for send in op.sends)
     return sum(len(send.span) for send in sends if node_ids[send.peer] != here)
+
+
+def crossing_nbytes(spec: CollectiveSpec, node_ids: Sequence[int]) -> int:
+    """Bytes that the node of rank 0 sends to others, or receives if these are more; rank 0 alone if all share a node.
+
+    No other node moves more if the parts of the vector are equal and rank 0 is the root.
+    """
+    nodes = tuple(node_ids) if len(set(node_ids)) > 1 else tuple(range(len(node_ids)))
+    sent = received = 0
+    for rank in (rank for rank, node in enumerate(nodes) if node == nodes[0]):
+        schedule = spec.schedule(rank, len(nodes), in_place=False)
+        sent += sent_between_nodes(schedule, nodes)
+        recvs = (recv for op in schedule.ops if isinstance(op, Exchange) for recv in op.recvs)
+        received += sum(len(recv.span) for recv in recvs if nodes[recv.peer] != nodes[0])
+    return max(sent, received)
 
 
 def _nodes(nodes: Sequence[Sequence[int]]) -> str:

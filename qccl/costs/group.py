@@ -2,14 +2,15 @@
 
 A profile has curves: the seconds of a call over its number of elements, for a collective, an element type, a codec and
 a way to make the call, such as "two_round". Between two measured numbers of elements a call's time is taken to be
-linear, and beyond the last one, too. No constant of a machine or a network is in here: what measured calls do not show
-cannot be told either.
+linear, and beyond the last one, too (Prediction). No constant of a machine or a network is in here: what measured calls
+do not show cannot be told either.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 from bisect import bisect_left
@@ -23,16 +24,16 @@ from qccl.collectives import CollectiveSpec, ways
 from qccl.errors import ArgumentError
 from qccl.files import writing
 
-__all__ = ["MARGIN", "Choice", "Curve", "GroupProfile", "Kind", "choose", "kind_of"]
+__all__ = ["MARGIN", "Choice", "Curve", "GroupProfile", "Kind", "Label", "Prediction", "choose", "kind_of"]
 
 #: the part of the time without a codec that a codec must save
 MARGIN = 0.03
-#: the slope beyond the last point is that from a point with at most so large a part of its elements: the times of two
-#: near points differ by little more than noise
+#: the time of a byte is measured between the last point and one with at most so large a part of its elements: the times
+#: of two near points differ by little more than noise
 _FAR = 0.25
 #: version of the file, and the most bytes that it may have
 _VERSION, _MOST_NBYTES = 1, 1 << 20
-_KEYS = ("collective", "dtype", "codec", "way", "points")
+_KEYS = ("collective", "dtype", "codec", "way", "density", "points")
 
 
 class Kind(NamedTuple):
@@ -43,6 +44,10 @@ class Kind(NamedTuple):
     codec: str
 
 
+#: a kind of call, and a way to make it
+Label = tuple[Kind, str]
+
+
 def kind_of(spec: CollectiveSpec) -> Kind:
     """The kind of a call. All-reduces of several arrays count as those of one."""
     return Kind(spec.name.removesuffix("_coalesced"), spec.dtype.name, spec.codec.spec())
@@ -50,12 +55,18 @@ def kind_of(spec: CollectiveSpec) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Measured ``points``: numbers of elements, ascending, each with the seconds of a call."""
+    """Measured times of calls.
+
+    Attributes:
+        points: numbers of elements, ascending, each with the seconds of a call.
+        density: bytes that the busiest node sends, or receives if that is more, for an element of a large call.
+    """
 
     points: tuple[tuple[int, float], ...]
+    density: float
 
-    def seconds(self, count: int) -> float:
-        """The time of a call of ``count`` elements."""
+    def seconds(self, count: int, byte: float) -> float:
+        """The time of a call of ``count`` elements; ``byte`` is that of a byte beyond the last point."""
         first, last = self.points[0], self.points[-1]
         if count <= first[0]:
             return first[1]
@@ -63,15 +74,40 @@ class Curve:
             at = bisect_left(self.points, (count,))
             (low, before), (high, after) = self.points[at - 1], self.points[at]
             return before + (after - before) * (count - low) / (high - low)
-        return last[1] + self.slope * (count - last[0])
+        return last[1] + byte * self.density * (count - last[0])
 
     @property
-    def slope(self) -> float:
-        """Seconds of an element beyond the last point."""
+    def byte(self) -> float:
+        """Seconds by which a byte lengthens a large call, from the last point and one that is far from it."""
         last, seconds = self.points[-1]
         far = [point for point in self.points if point[0] <= last * _FAR]
         count, before = far[-1] if far else self.points[0]
-        return max(0.0, seconds - before) / (last - count) if count < last else 0.0
+        return max(0.0, seconds - before) / (last - count) / self.density if count < last else math.inf
+
+
+class Prediction:
+    """The times of calls of any size, by curves of one collective and element type.
+
+    Where curves end they go on linearly. All ways of a codec then take the same time for a byte, the least that was
+    measured, because disturbances only lengthen calls; and with a codec a byte takes no less than without one.
+    """
+
+    def __init__(self, curves: Mapping[Label, Curve]) -> None:
+        self._curves = curves
+        self._byte: dict[str, float] = {}
+        for (kind, _), curve in curves.items():
+            self._byte[kind.codec] = min(curve.byte, self._byte.get(kind.codec, math.inf))
+        plain = self._byte.get(NoCodec().spec(), 0.0)
+        for codec, byte in self._byte.items():
+            self._byte[codec] = max(byte, plain if plain < math.inf else 0.0)
+
+    def seconds(self, label: Label, count: int) -> float:
+        """The time of a call of ``count`` elements."""
+        return self._curves[label].seconds(count, self._byte[label[0].codec])
+
+    def of_more(self, label: Label) -> float:
+        """Seconds of one more element of a large call."""
+        return self._byte[label[0].codec] * self._curves[label].density
 
 
 @dataclass(frozen=True)
@@ -87,6 +123,11 @@ class GroupProfile:
     nodes: tuple[int, ...]
     transport: str
     times: Mapping[Kind, Mapping[str, Curve]] = field(default_factory=dict)
+
+    def prediction(self, kind: Kind) -> Prediction:
+        """Of this kind of calls, and of those without a codec."""
+        kinds = (kind, kind._replace(codec=NoCodec().spec()))
+        return Prediction({(of, way): curve for of in kinds for way, curve in self.times.get(of, {}).items()})
 
     def with_times(self, curves: Mapping[tuple[Kind, str], Curve]) -> GroupProfile:
         """This profile and further curves, by kind and way."""
@@ -118,7 +159,7 @@ class GroupProfile:
     def as_dict(self) -> dict[str, Any]:
         """For a file of JSON."""
         curves = [
-            dict(zip(_KEYS, (*kind, way, [list(point) for point in curve.points]), strict=True))
+            dict(zip(_KEYS, (*kind, way, curve.density, [list(point) for point in curve.points]), strict=True))
             for kind, curves in sorted(self.times.items())
             for way, curve in sorted(curves.items())
         ]
@@ -135,9 +176,9 @@ class GroupProfile:
         if not isinstance(transport, str):
             raise TypeError(f"its transport is {transport!r}, no text")
         for each in given["curves"]:
-            collective, dtype, codec, way, points = (each[key] for key in _KEYS)
+            collective, dtype, codec, way, density, points = (each[key] for key in _KEYS)
             kind = Kind(str(collective), dtypes.get(dtype).name, codecs.get(codec).spec())
-            times.setdefault(kind, {})[str(way)] = _curve(points)
+            times.setdefault(kind, {})[str(way)] = _curve(points, density)
         return GroupProfile(nodes, transport, times)
 
     def digest(self) -> str:
@@ -155,12 +196,12 @@ class GroupProfile:
             )
 
 
-def _curve(points: Any) -> Curve:
-    found = tuple((_natural(count), _seconds(seconds)) for count, seconds in points)
+def _curve(points: Any, density: Any) -> Curve:
+    found = tuple((_natural(count), _positive(seconds)) for count, seconds in points)
     counts = [count for count, _ in found]
     if not found or counts != sorted(set(counts)):
         raise ValueError(f"a curve needs points with ascending numbers of elements, not {counts}")
-    return Curve(found)
+    return Curve(found, _positive(density))
 
 
 def _natural(value: Any) -> int:
@@ -169,9 +210,9 @@ def _natural(value: Any) -> int:
     return value
 
 
-def _seconds(value: Any) -> float:
+def _positive(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise ValueError(f"{value!r} is not a positive number of seconds")
+        raise ValueError(f"{value!r} is not a positive number")
     return float(value)
 
 
@@ -213,7 +254,8 @@ def choose(profile: GroupProfile, specs: Sequence[CollectiveSpec], node_ids: Seq
         found = {way: each for way, each in ways(spec, node_ids).items() if way in curves}
         if not found:
             return None
-        seconds = {way: curves[way].seconds(count) for way in found}
+        times = profile.prediction(kind)
+        seconds = {way: times.seconds((kind, way), count) for way in found}
         predicted += [(time, spec.codec.spec(), way) for way, time in seconds.items()]
         least = min(seconds, key=seconds.__getitem__)
         fastest.append((seconds[least], found[least]))
