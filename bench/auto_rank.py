@@ -14,9 +14,9 @@ import qccl
 
 _ALGORITHMS = ("one_shot", "two_round")
 #: seconds in which the calls of one size are repeated, in turns, and how often
-_SECONDS, _FEWEST, _MOST = 2.5, 3, 101
+_SECONDS, _FEWEST, _MOST = 2.0, 3, 101
 #: calls that follow each other, if they are short: in so many seconds
-_BURST, _SHORT = 5, 0.15
+_BURST, _SHORT = 5, 0.1
 #: seconds of a call beyond which it is not timed any more, nor with larger sizes
 _TOO_LONG = 2.0
 #: from this size on the ways that take so many times as long as the fastest are not timed any more
