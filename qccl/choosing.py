@@ -65,21 +65,18 @@ class Chooser:
             )
 
     def _measure(self, specs: Sequence[CollectiveSpec], nodes: Sequence[int]) -> None:
-        """Collective: measure what the profile lacks of these calls; takes less than a second."""
-        wanted = [spec for spec in specs if kind_of(spec) not in self.profile.times]
-        if not wanted:
+        """Collective: measure calls of this kind, unless the profile has them; takes less than a second."""
+        kind, session = kind_of(specs[-1]), self._session
+        if kind in self.profile.times:
             return
         from qccl.measuring import candidates, measure  # needs NumPy
 
-        kind, codecs = kind_of(wanted[0]), [spec.codec for spec in wanted]
-        calls = candidates(kind.collective, wanted[0].dtype, codecs, nodes)
-        times = self.profile.times
-        known = {(of, way): curve for of in map(kind_of, specs) for way, curve in times.get(of, {}).items()}
-        names = " and ".join(codec.spec() for codec in codecs)
-        session = self._session
+        codecs = [spec.codec for spec in specs]
+        calls = candidates(kind.collective, specs[0].dtype, codecs, nodes)
         session.engine.wait_until_idle(session.engine.timeout)
         found = session.run_collective(
-            f"measure {kind.collective} of {kind.dtype} with {names}, for codec='auto'",
-            lambda: measure(session, nodes, calls, known),
+            f"measure {kind.collective} of {kind.dtype} with {' and '.join(codec.spec() for codec in codecs)}, for "
+            f"codec='auto'",
+            lambda: measure(session, nodes, calls),
         )
-        self.profile = self.profile.with_times(found)
+        self.profile = self.profile.with_times(kind, found)

@@ -12,7 +12,6 @@ A way that falls behind more and more is not timed with larger calls.
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -24,7 +23,7 @@ import numpy as np
 from qccl.codecs import Codec, NoCodec
 from qccl.collectives import COLLECTIVES, AllReduceSpec, CollectiveSpec, spec_of_plan, ways
 from qccl.collectives.explain import crossing_nbytes
-from qccl.costs.group import Curve, Label, Prediction, kind_of
+from qccl.costs.group import Curve, Label, Prediction
 from qccl.dtypes import BFLOAT16, DType
 from qccl.plan import Plan
 from qccl.session import Session
@@ -42,6 +41,8 @@ _LONG, _LONG_STEP = 0.06, 256
 _NEAR = 2.0
 #: seconds in which the calls of one size are repeated, how often at most, and the fewest repetitions that count
 _SLICE, _ROUNDS, _FEWEST = 0.04, 25, 3
+#: of a call's times that with so large a part of them below it counts: disturbances only lengthen calls
+_LOW = 4
 #: calls before the first time
 _WARM = 2
 #: a way that takes so many times as long as the fastest may become the fastest at a near size
@@ -64,19 +65,17 @@ def candidates(
     found: dict[Label, CollectiveSpec] = {}
     for codec in codecs:
         spec = spec_of_plan(collective, len(nodes), dtype.name, codec, None, own)
-        found |= {(kind_of(spec), way): each for way, each in ways(spec, nodes).items()}
+        found |= {(codec.spec(), way): each for way, each in ways(spec, nodes).items()}
     return found
 
 
-def measure(
-    session: Session, nodes: Sequence[int], calls: Mapping[Label, CollectiveSpec], known: Mapping[Label, Curve]
-) -> dict[Label, Curve]:
-    """Collective: the curves of ``calls``; ``known`` are curves of calls that compete with them.
+def measure(session: Session, nodes: Sequence[int], calls: Mapping[Label, CollectiveSpec]) -> dict[Label, Curve]:
+    """Collective: the curves of ``calls``.
 
     Call numbers and state stay as they were. Raises what calls raise, after which the group is unusable.
     """
     before = session.numbers.calls
-    measurement = _Measurement(session, nodes, calls, known)
+    measurement = _Measurement(session, nodes, calls)
     try:
         return measurement.run()
     finally:
@@ -87,14 +86,8 @@ def measure(
 class _Measurement:
     """The times so far, and what is measured next."""
 
-    def __init__(
-        self,
-        session: Session,
-        nodes: Sequence[int],
-        calls: Mapping[Label, CollectiveSpec],
-        known: Mapping[Label, Curve],
-    ) -> None:
-        self._session, self._nodes, self._calls, self._known = session, nodes, calls, known
+    def __init__(self, session: Session, nodes: Sequence[int], calls: Mapping[Label, CollectiveSpec]) -> None:
+        self._session, self._nodes, self._calls = session, nodes, calls
         self._points: dict[Label, dict[int, float]] = {label: {} for label in calls}
         self._going = list(calls)  # the ways that are timed with larger calls, too
         self._values = np.random.default_rng(session.rank).standard_normal(_VALUES, np.float32)
@@ -102,8 +95,9 @@ class _Measurement:
         self._keys: list[str] = []
         self._again = 0  # sizes that were looked at once more
         self._begin, self._elapsed = time.monotonic(), 0.0
-        spec = AllReduceSpec.from_arguments(len(calls) + 1, "float32", NoCodec(), None, op="avg", algorithm="one_shot")
-        self._found = np.zeros(len(calls) + 1, np.float32)
+        most = _ROUNDS * len(calls) + 1
+        spec = AllReduceSpec.from_arguments(most, "float32", NoCodec(), None, op="avg", algorithm="one_shot")
+        self._found = np.zeros(most, np.float32)
         self._agreement = Plan(session, spec, None, nodes).bind(self._found)
 
     def run(self) -> dict[Label, Curve]:
@@ -137,8 +131,8 @@ class _Measurement:
         if sum(found) <= _LONG:
             left = max(0.0, min(_SLICE, _LIMIT - self._elapsed))
             rounds = max(_FEWEST, min(_ROUNDS, int(left / sum(found) / 2)))
-            times = [[_timed_again(plan) for plan in plans] for _ in range(rounds)]
-            found = self._agree([statistics.median(each) for each in zip(*times, strict=True)])
+            times = self._agree([_timed_again(plan) for _ in range(rounds) for plan in plans])
+            found = [sorted(times[i :: len(plans)])[rounds // _LOW] for i in range(len(plans))]
         for label, seconds in zip(labels, found, strict=True):
             self._points[label][count] = min(seconds, self._points[label].get(count, seconds))
         if len(self._points[labels[0]]) > 1:
@@ -210,14 +204,14 @@ class _Measurement:
         """The ways that are nearly the fastest at one of these numbers of elements."""
         found, prediction = set(), self._prediction()
         for count in counts:
-            times = {label: prediction.seconds(label, count) for label in (*self._calls, *self._known)}
+            times = {label: prediction.seconds(label, count) for label in self._calls}
             found |= {label for label, each in times.items() if each <= _RIVAL * min(times.values())}
         return found
 
     def _drop_hopeless(self) -> None:
         """Time no larger calls in ways that fall behind."""
         prediction, largest = self._prediction(), max(max(points) for points in self._points.values())
-        times = {label: prediction.seconds(label, largest) for label in (*self._calls, *self._known)}
+        times = {label: prediction.seconds(label, largest) for label in self._calls}
         best = min(times, key=times.__getitem__)
         self._going = [
             label
@@ -226,7 +220,7 @@ class _Measurement:
         ]
 
     def _prediction(self) -> Prediction:
-        return Prediction({**self._known, **{label: self._curve(label) for label in self._calls}})
+        return Prediction({label: self._curve(label) for label in self._calls})
 
     def _curve(self, label: Label) -> Curve:
         """What was measured, smoothed."""

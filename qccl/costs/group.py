@@ -1,7 +1,8 @@
 """How long the calls of a group take, as measured, and which way to make a call is the fastest by that.
 
 A profile has curves: the seconds of a call over its number of elements, for a collective, an element type, a codec and
-a way to make the call, such as "two_round". Between two measured numbers of elements a call's time is taken to be
+a way to make the call, such as "two_round". Those of a codec and of plain calls were measured in turns, so that what
+disturbed the ones has disturbed the others, too. Between two measured numbers of elements a call's time is taken to be
 linear, and beyond the last one, too (Prediction). No constant of a machine or a network is in here: what measured calls
 do not show cannot be told either.
 """
@@ -31,21 +32,22 @@ MARGIN = 0.03
 #: the time of a byte is measured between the last point and one with at most so large a part of its elements: the times
 #: of two near points differ by little more than noise
 _FAR = 0.25
+_PLAIN = NoCodec().spec()
 #: version of the file, and the most bytes that it may have
 _VERSION, _MOST_NBYTES = 1, 1 << 20
-_KEYS = ("collective", "dtype", "codec", "way", "density", "points")
+_KEYS = ("collective", "dtype", "codec", "with", "way", "density", "points")
 
 
 class Kind(NamedTuple):
-    """What the curves of calls belong to, as text: collective, element type and codec."""
+    """Calls that are compared, as text: a collective, an element type, and the codec that competes with none."""
 
     collective: str
     dtype: str
     codec: str
 
 
-#: a kind of call, and a way to make it
-Label = tuple[Kind, str]
+#: a codec, and a way to make a call with it
+Label = tuple[str, str]
 
 
 def kind_of(spec: CollectiveSpec) -> Kind:
@@ -86,7 +88,7 @@ class Curve:
 
 
 class Prediction:
-    """The times of calls of any size, by curves of one collective and element type.
+    """The times of calls of any size, by the curves of one kind.
 
     Where curves end they go on linearly. All ways of a codec then take the same time for a byte, the least that was
     measured, because disturbances only lengthen calls; and with a codec a byte takes no less than without one.
@@ -95,19 +97,19 @@ class Prediction:
     def __init__(self, curves: Mapping[Label, Curve]) -> None:
         self._curves = curves
         self._byte: dict[str, float] = {}
-        for (kind, _), curve in curves.items():
-            self._byte[kind.codec] = min(curve.byte, self._byte.get(kind.codec, math.inf))
-        plain = self._byte.get(NoCodec().spec(), 0.0)
+        for (codec, _), curve in curves.items():
+            self._byte[codec] = min(curve.byte, self._byte.get(codec, math.inf))
+        plain = self._byte.get(_PLAIN, 0.0)
         for codec, byte in self._byte.items():
             self._byte[codec] = max(byte, plain if plain < math.inf else 0.0)
 
     def seconds(self, label: Label, count: int) -> float:
         """The time of a call of ``count`` elements."""
-        return self._curves[label].seconds(count, self._byte[label[0].codec])
+        return self._curves[label].seconds(count, self._byte[label[0]])
 
     def of_more(self, label: Label) -> float:
         """Seconds of one more element of a large call."""
-        return self._byte[label[0].codec] * self._curves[label].density
+        return self._byte[label[0]] * self._curves[label].density
 
 
 @dataclass(frozen=True)
@@ -117,24 +119,16 @@ class GroupProfile:
     Attributes:
         nodes: for each rank, the number of its machine.
         transport: that carried the bytes.
-        times: by kind of call, and by the way to make it.
+        times: by kind of call; then by codec, the kind's or none, and by the way to make the call.
     """
 
     nodes: tuple[int, ...]
     transport: str
-    times: Mapping[Kind, Mapping[str, Curve]] = field(default_factory=dict)
+    times: Mapping[Kind, Mapping[Label, Curve]] = field(default_factory=dict)
 
-    def prediction(self, kind: Kind) -> Prediction:
-        """Of this kind of calls, and of those without a codec."""
-        kinds = (kind, kind._replace(codec=NoCodec().spec()))
-        return Prediction({(of, way): curve for of in kinds for way, curve in self.times.get(of, {}).items()})
-
-    def with_times(self, curves: Mapping[tuple[Kind, str], Curve]) -> GroupProfile:
-        """This profile and further curves, by kind and way."""
-        times = dict(self.times)
-        for (kind, way), curve in curves.items():
-            times[kind] = {**times.get(kind, {}), way: curve}
-        return replace(self, times=times)
+    def with_times(self, kind: Kind, curves: Mapping[Label, Curve]) -> GroupProfile:
+        """This profile and the curves of a further kind."""
+        return replace(self, times={**self.times, kind: curves})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file for ``qccl.init(profile=)`` and QCCL_PROFILE. Raises OSError."""
@@ -159,9 +153,9 @@ class GroupProfile:
     def as_dict(self) -> dict[str, Any]:
         """For a file of JSON."""
         curves = [
-            dict(zip(_KEYS, (*kind, way, curve.density, [list(point) for point in curve.points]), strict=True))
+            dict(zip(_KEYS, (*kind, *label, curve.density, [list(point) for point in curve.points]), strict=True))
             for kind, curves in sorted(self.times.items())
-            for way, curve in sorted(curves.items())
+            for label, curve in sorted(curves.items())
         ]
         head = {"qccl profile": _VERSION, "nodes": list(self.nodes), "transport": self.transport}
         return head | {"curves": curves}
@@ -172,13 +166,13 @@ class GroupProfile:
         if given["qccl profile"] != _VERSION:
             raise ValueError(f"its version is {given['qccl profile']!r}, and this is {_VERSION}")
         nodes, transport = tuple(map(_natural, given["nodes"])), given["transport"]
-        times: dict[Kind, dict[str, Curve]] = {}
+        times: dict[Kind, dict[Label, Curve]] = {}
         if not isinstance(transport, str):
             raise TypeError(f"its transport is {transport!r}, no text")
         for each in given["curves"]:
-            collective, dtype, codec, way, density, points = (each[key] for key in _KEYS)
+            collective, dtype, codec, used, way, density, points = (each[key] for key in _KEYS)
             kind = Kind(str(collective), dtypes.get(dtype).name, codecs.get(codec).spec())
-            times.setdefault(kind, {})[str(way)] = _curve(points, density)
+            times.setdefault(kind, {})[codecs.get(used).spec(), str(way)] = _curve(points, density)
         return GroupProfile(nodes, transport, times)
 
     def digest(self) -> str:
@@ -244,18 +238,20 @@ def choose(profile: GroupProfile, specs: Sequence[CollectiveSpec], node_ids: Seq
     MARGIN of the time without it. A codec without times of its own is taken to need those of a plain call of as many
     bytes. With equal arguments all ranks get the same choice.
     """
+    kind = _kind_with_times(profile, specs[-1])
+    if kind is None:
+        return None
+    curves = profile.times[kind]
+    prediction = Prediction(curves)
     fastest: list[tuple[float, CollectiveSpec]] = []
     predicted: list[tuple[float, str, str]] = []
     for spec in specs:
-        kind, count = kind_of(spec), spec.count
-        if kind not in profile.times:
-            kind, count = kind._replace(codec=NoCodec().spec()), _plain_count(spec)
-        curves = profile.times.get(kind, {})
-        found = {way: each for way, each in ways(spec, node_ids).items() if way in curves}
-        if not found:
+        codec, count, found = spec.codec.spec(), spec.count, ways(spec, node_ids)
+        if not any((codec, way) in curves for way in found):
+            codec, count = _PLAIN, -(-spec.codec.rounds[0].encoded_nbytes(count, spec.dtype) // spec.dtype.itemsize)
+        seconds = {way: prediction.seconds((codec, way), count) for way in found if (codec, way) in curves}
+        if not seconds:
             return None
-        times = profile.prediction(kind)
-        seconds = {way: times.seconds((kind, way), count) for way in found}
         predicted += [(time, spec.codec.spec(), way) for way, time in seconds.items()]
         least = min(seconds, key=seconds.__getitem__)
         fastest.append((seconds[least], found[least]))
@@ -264,6 +260,9 @@ def choose(profile: GroupProfile, specs: Sequence[CollectiveSpec], node_ids: Seq
     return Choice(chosen, tuple((codec, way, time) for time, codec, way in sorted(predicted)))
 
 
-def _plain_count(spec: CollectiveSpec) -> int:
-    """The elements that take as many bytes without a codec."""
-    return -(-spec.codec.rounds[0].encoded_nbytes(spec.count, spec.dtype) // spec.dtype.itemsize)
+def _kind_with_times(profile: GroupProfile, spec: CollectiveSpec) -> Kind | None:
+    """The kind of a call, or another one of its collective and element type, whose plain calls are like it."""
+    kind = kind_of(spec)
+    if kind in profile.times:
+        return kind
+    return next((each for each in sorted(profile.times) if each[:2] == kind[:2]), None)

@@ -23,11 +23,11 @@ NODES = (0, 1, 2, 3)
 
 
 def profile(affine=None, collective="allreduce", dtype="float32", nodes=NODES):
-    curves = {}
-    for (codec, way), (call, element) in (affine or AFFINE).items():
-        points = tuple((count, call + element * count) for count in COUNTS)
-        curves[Kind(collective, dtype, codec), way] = Curve(points, element * 1e9)
-    return GroupProfile(nodes, "ucx").with_times(curves)
+    curves = {
+        label: Curve(tuple((count, call + element * count) for count in COUNTS), element * 1e9)
+        for label, (call, element) in (affine or AFFINE).items()
+    }
+    return GroupProfile(nodes, "ucx").with_times(Kind(collective, dtype, "minmax8"), curves)
 
 
 def specs(count, collective="allreduce", codecs=("none", "minmax8"), **parameters):
@@ -41,16 +41,15 @@ def seconds(codec, way, count):
 
 @pytest.mark.parametrize("count", [1, 256, 257, 5000, 131072, 131073, 1 << 24])
 def test_affine_times_are_predicted_exactly(count):
-    kind = Kind("allreduce", "float32", "minmax8")
-    prediction = profile().prediction(kind)
+    prediction = Prediction(profile().times[Kind("allreduce", "float32", "minmax8")])
     for way in ("one_shot", "two_round"):
         expected = seconds("minmax8", way, max(count, COUNTS[0]))
-        assert math.isclose(prediction.seconds((kind, way), count), expected, rel_tol=1e-9)
+        assert math.isclose(prediction.seconds(("minmax8", way), count), expected, rel_tol=1e-9)
 
 
 def test_beyond_the_curves_all_ways_of_a_codec_have_the_least_time_of_a_byte():
     """A disturbed last point makes no call of another size seem slower."""
-    plain, encoded = Kind("allreduce", "float32", "none"), Kind("allreduce", "float32", "minmax8")
+    plain, encoded = "none", "minmax8"
     curves = {
         (plain, "one_shot"): Curve(((100, 1.0), (1000, 1.9)), 2.0),  # 0.5 ms a byte
         (plain, "two_round"): Curve(((100, 1.0), (1000, 7.3)), 1.0),  # disturbed: 7 ms a byte
@@ -62,7 +61,7 @@ def test_beyond_the_curves_all_ways_of_a_codec_have_the_least_time_of_a_byte():
 
 
 def test_one_point_alone_says_nothing_about_bytes():
-    kind = Kind("allreduce", "float32", "none")
+    kind = "none"
     curves = {(kind, "one_shot"): Curve(((100, 1.0),), 1.0), (kind, "two_round"): Curve(((100, 1.0), (1000, 1.9)), 1.0)}
     assert math.isclose(Prediction(curves).seconds((kind, "one_shot"), 1100), 2.0)
 
