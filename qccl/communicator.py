@@ -242,11 +242,11 @@ class Communicator(Collectives):
 
     @guarded
     def profile(self) -> GroupProfile:
-        """Collective: the profile of the group, by which ``codec="auto"`` decides.
+        """Collective: the profile of the group: measured times of calls, by which ``codec="auto"`` decides.
 
-        It has the times of all-reduces of float32, of the other kinds of calls that were made with ``codec="auto"``,
-        and what was loaded; see :doc:`/guide/calls`. What is missing of the all-reduces is measured in less than a
-        second. Raises ArgumentError on CUDA and for a single rank, and the errors of calls.
+        It has what was loaded by qccl.init(), and the kinds of calls that were made with ``codec="auto"`` so far. If it
+        has no all-reduces of float32 with minmax8 yet, they are measured, in less than a second where the network has
+        no long delay. Raises ArgumentError on CUDA and for a single rank, and the errors of calls.
         """
         self._session.check_usable()
         if self.size == 1:
