@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
@@ -54,15 +55,17 @@ CLOSE = 0.05
 @click.option("--ranks", default="2,4", show_default=True)
 @click.option("--networks", default=",".join(DEVELOPED + NEW), show_default=True)
 @click.option("--resume", is_flag=True, help="Keep what today's file has.")
+@click.option("--limit", default=3600.0, show_default=True, help="Seconds after which no further network is begun.")
 @click.option("--save", is_flag=True, help="Write the results file.")
 @click.option("--write", help="A page whose table is to be replaced: docs/results-collectives.md.")
 def main(**given: Any) -> None:
     """Measure, and print the table."""
     path = _ROOT / "docs" / "results" / f"auto-{date.today().isoformat()}.json"
     document = json.loads(path.read_text(encoding="utf-8")) if given["resume"] and path.exists() else {"rows": []}
-    document["machine"] = document.get("machine") or machine()
+    document["machine"], begin = document.get("machine") or machine(), time.monotonic()
     for ranks, network in itertools.product(map(int, given["ranks"].split(",")), given["networks"].split(",")):
-        if not any((row["ranks"], row["network"]) == (ranks, network) for row in document["rows"]):
+        is_done = any((row["ranks"], row["network"]) == (ranks, network) for row in document["rows"])
+        if not is_done and time.monotonic() - begin < given["limit"]:
             document["rows"] += _timed(ranks, network)
             if given["save"]:
                 path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -93,6 +93,7 @@ class _Measurement:
         self._values = np.random.default_rng(session.rank).standard_normal(_VALUES, np.float32)
         self._density: dict[Label, float] = {}
         self._keys: list[str] = []
+        self._order = np.random.default_rng(0)  # the same on all ranks
         self._again = 0  # sizes that were looked at once more
         self._begin, self._elapsed = time.monotonic(), 0.0
         most = _ROUNDS * len(calls) + 1
@@ -121,7 +122,7 @@ class _Measurement:
     # -- times ---------------------------------------------------------------------------------------------------------
 
     def _time_calls(self, count: int, labels: Sequence[Label]) -> None:
-        """Time a call of about ``count`` elements for each label, repeatedly if it is short; alternating."""
+        """Time a call of about ``count`` elements for each label, repeatedly and in changing order if it is short."""
         count = self._whole(count)
         arrays: dict[tuple[str, int], np.ndarray] = {}
         plans = [self._plan(label, count, arrays) for label in labels]
@@ -131,8 +132,12 @@ class _Measurement:
         if sum(found) <= _LONG:
             left = max(0.0, min(_SLICE, _LIMIT - self._elapsed))
             rounds = max(_FEWEST, min(_ROUNDS, int(left / sum(found) / 2)))
-            times = self._agree([_timed_again(plan) for _ in range(rounds) for plan in plans])
-            found = [sorted(times[i :: len(plans)])[rounds // _LOW] for i in range(len(plans))]
+            orders = [self._order.permutation(len(plans)) for _ in range(rounds)]
+            times = self._agree([_timed_again(plans[i]) for order in orders for i in order])
+            of_plan: list[list[float]] = [[] for _ in plans]
+            for i, seconds in zip(np.concatenate(orders), times, strict=True):
+                of_plan[i].append(seconds)
+            found = [sorted(each)[rounds // _LOW] for each in of_plan]
         for label, seconds in zip(labels, found, strict=True):
             self._points[label][count] = min(seconds, self._points[label].get(count, seconds))
         if len(self._points[labels[0]]) > 1:
