@@ -432,3 +432,46 @@ def test_the_profile_of_another_group_is_refused(monkeypatch):
             monkeypatch.delenv(name)
     with pytest.raises(ArgumentError, match="the profile is that of 2 ranks"):
         qccl.init("host", profile=GroupProfile((0, 0), "ucx"))
+
+
+GROWING = """
+import os, pathlib, sys, time
+import numpy as np
+rank, place, folder = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
+def total(comm):
+    x = np.ones(3000, np.float32)
+    comm.quantized_allreduce(x, codec="auto")
+    plan = comm.plan("allreduce", 3000, codec="auto")
+    print(comm.size, float(x[0]), plan.codec, plan.spec.algorithm, len(comm.profile().nodes), comm.profile().digest())
+if rank < 2:
+    comm = qccl.init("host", rank=rank, size=2, address=place, transport="ucx", timeout=60)
+    total(comm)
+    if rank == 0:
+        (folder / "new").write_text(comm.address)
+        os.replace(folder / "new", folder / "address")
+    comm = comm.grow(3, timeout=60)
+else:
+    while not (folder / "address").exists():
+        time.sleep(0.02)
+    comm = qccl.join((folder / "address").read_text(), timeout=60)
+total(comm)
+if rank == 2:
+    comm.abort("it leaves")
+else:
+    comm = comm.shrink(timeout=20)
+    total(comm)
+    comm.close()
+"""
+
+
+def test_groups_that_grow_and_shrink_measure_anew(port, tmp_path):
+    """The newcomer and the survivors choose alike."""
+    argv = [[str(rank), f"127.0.0.1:{port}", str(tmp_path)] for rank in range(3)]
+    first, second, third = outputs(*(f"import sys; sys.argv[1:] = {each!r}\n{GROWING}" for each in argv))
+    before, grown, shrunk = first.splitlines()
+    assert second.splitlines() == [before, grown, shrunk]
+    assert third.splitlines() == [grown]
+    for line, size in ((before, 2), (grown, 3), (shrunk, 2)):
+        found = line.split()
+        assert (found[0], float(found[1]), found[4]) == (str(size), size, str(size))
+    assert len({line.split()[-1] for line in (before, grown, shrunk)}) == 3
