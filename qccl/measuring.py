@@ -60,13 +60,17 @@ _VALUES = 1 << 15
 def candidates(
     collective: str, dtype: DType, codecs: Iterable[Codec], nodes: Sequence[int]
 ) -> dict[Label, CollectiveSpec]:
-    """A call for each codec and each way in which these nodes can make it; its number of elements does not count."""
+    """A call for each codec and each way in which these nodes can make it; its number of elements does not count.
+
+    Calls that differ only in the codec follow each other: they leave the ranks alike, some of which begin later than
+    others.
+    """
     own: dict[str, Any] = {"op": "avg"} if "op" in [each.name for each in fields(COLLECTIVES[collective])] else {}
     found: dict[Label, CollectiveSpec] = {}
     for codec in codecs:
         spec = spec_of_plan(collective, len(nodes), dtype.name, codec, None, own)
         found |= {(codec.spec(), way): each for way, each in ways(spec, nodes).items()}
-    return found
+    return dict(sorted(found.items(), key=lambda item: item[0][1]))
 
 
 def measure(session: Session, nodes: Sequence[int], calls: Mapping[Label, CollectiveSpec]) -> dict[Label, Curve]:
@@ -126,8 +130,7 @@ class _Measurement:
         count = self._whole(count)
         arrays: dict[tuple[str, int], np.ndarray] = {}
         plans = [self._plan(label, count, arrays) for label in labels]
-        # the second one of two: an equal call came before it, and it meets no fresh memory
-        is_again = not self._points[labels[0]] or self._has_time(count, labels, times=2)
+        is_again = bool(self._points[labels[0]]) and self._has_time(count, labels, times=2)
         found = self._agree([_timed_again(plan) if is_again else _timed(plan) for plan in plans])
         if sum(found) <= _LONG:
             left = max(0.0, min(_SLICE, _LIMIT - self._elapsed))
@@ -259,6 +262,6 @@ def _timed(plan: Plan) -> float:
 
 
 def _timed_again(plan: Plan) -> float:
-    """The time of a call that follows an equal one, which may leave the link busier, or the ranks less together."""
+    """The time of the second of two calls: an equal one came before it, and it meets no fresh memory."""
     plan.run()
     return _timed(plan)

@@ -33,6 +33,8 @@ MARGIN = 0.03
 #: of two near points differ by little more than noise
 _FAR = 0.25
 _PLAIN = NoCodec().spec()
+#: beyond the points times that differ by less are equal, and what sends fewer bytes is preferred
+_UNSURE = 0.1
 #: version of the file, and the most bytes that it may have
 _VERSION, _MOST_NBYTES = 1, 1 << 20
 _KEYS = ("collective", "dtype", "codec", "with", "way", "density", "points")
@@ -241,23 +243,40 @@ def choose(profile: GroupProfile, specs: Sequence[CollectiveSpec], node_ids: Seq
     kind = _kind_with_times(profile, specs[-1])
     if kind is None:
         return None
-    curves = profile.times[kind]
-    prediction = Prediction(curves)
-    fastest: list[tuple[float, CollectiveSpec]] = []
-    predicted: list[tuple[float, str, str]] = []
-    for spec in specs:
-        codec, count, found = spec.codec.spec(), spec.count, ways(spec, node_ids)
-        if not any((codec, way) in curves for way in found):
-            codec, count = _PLAIN, -(-spec.codec.rounds[0].encoded_nbytes(count, spec.dtype) // spec.dtype.itemsize)
-        seconds = {way: prediction.seconds((codec, way), count) for way in found if (codec, way) in curves}
-        if not seconds:
-            return None
-        predicted += [(time, spec.codec.spec(), way) for way, time in seconds.items()]
-        least = min(seconds, key=seconds.__getitem__)
-        fastest.append((seconds[least], found[least]))
-    plain, encoded = fastest[0], fastest[-1]
-    chosen = encoded[1] if encoded[0] <= plain[0] * (1 - MARGIN) else plain[1]
-    return Choice(chosen, tuple((codec, way, time) for time, codec, way in sorted(predicted)))
+    found = [_times(profile.times[kind], spec, ways(spec, node_ids)) for spec in specs]
+    if not all(found):
+        return None
+    plain, encoded = found[0][0], found[-1][0]
+    chosen = encoded if encoded.seconds <= plain.seconds * (1 - MARGIN) else plain
+    predicted = sorted((each for times in found for each in times), key=lambda each: each.seconds)
+    return Choice(chosen.spec, tuple((each.codec, each.way, each.seconds) for each in predicted))
+
+
+class _Way(NamedTuple):
+    """A way to make a call, and its predicted time."""
+
+    seconds: float
+    density: float
+    codec: str
+    way: str
+    spec: CollectiveSpec
+
+
+def _times(curves: Mapping[Label, Curve], spec: CollectiveSpec, found: Mapping[str, CollectiveSpec]) -> list[_Way]:
+    """The ways to make a call of which there are curves, the best one first."""
+    codec, count, prediction = spec.codec.spec(), spec.count, Prediction(curves)
+    if not any((codec, way) in curves for way in found):
+        codec, count = _PLAIN, -(-spec.codec.rounds[0].encoded_nbytes(count, spec.dtype) // spec.dtype.itemsize)
+    labels = {way: (codec, way) for way in found if (codec, way) in curves}
+    times = [
+        _Way(prediction.seconds(label, count), curves[label].density, spec.codec.spec(), way, found[way])
+        for way, label in labels.items()
+    ]
+    times.sort(key=lambda each: each.seconds)
+    if times and count > max(curves[label].points[-1][0] for label in labels.values()):
+        limit = times[0].seconds * (1 + _UNSURE)
+        times.sort(key=lambda each: (each.seconds > limit, each.density if each.seconds <= limit else 0, each.seconds))
+    return times
 
 
 def _kind_with_times(profile: GroupProfile, spec: CollectiveSpec) -> Kind | None:

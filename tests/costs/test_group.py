@@ -105,6 +105,16 @@ def test_a_codec_without_times_takes_those_of_as_many_plain_bytes():
     assert choose(profile(), specs(1 << 10, codecs=("minmax4",)), NODES).spec.algorithm == "one_shot"
 
 
+@pytest.mark.parametrize("count, way", [(1000, "one_shot"), (2000, "two_round")])
+def test_beyond_the_curves_fewer_bytes_win_if_times_are_nearly_equal(count, way):
+    curves = {
+        ("none", "one_shot"): Curve(((100, 1.0), (1000, 1.01)), 2.0),
+        ("none", "two_round"): Curve(((100, 1.05), (1000, 1.06)), 1.0),
+    }
+    times = GroupProfile(NODES, "ucx").with_times(Kind("allreduce", "float32", "none"), curves)
+    assert choose(times, specs(count, codecs=("none",)), NODES).spec.algorithm == way
+
+
 def test_a_kind_without_times_is_not_chosen():
     assert choose(profile(), specs(1000, "broadcast"), NODES) is None
     assert choose(profile(), specs(1000, "all_to_all"), NODES) is None
