@@ -106,8 +106,12 @@ class Prediction:
             self._byte[codec] = max(byte, plain if plain < math.inf else 0.0)
 
     def seconds(self, label: Label, count: int) -> float:
-        """The time of a call of ``count`` elements."""
-        return self._curves[label].seconds(count, self._byte[label[0]])
+        """The time of a call of ``count`` elements; of calls that follow each other, so its bytes take their time.
+
+        What limits a link's rate may let a burst pass after a pause, so that single short calls take less.
+        """
+        curve, byte = self._curves[label], self._byte[label[0]]
+        return max(curve.seconds(count, byte), byte * curve.density * count if byte < math.inf else 0.0)
 
     def of_more(self, label: Label) -> float:
         """Seconds of one more element of a large call."""

@@ -60,6 +60,18 @@ def test_beyond_the_curves_all_ways_of_a_codec_have_the_least_time_of_a_byte():
     assert math.isclose(prediction.seconds((encoded, "one_shot"), 2000), 1.0 + 0.5e-3 * 0.5 * 1000)
 
 
+def test_calls_that_follow_each_other_take_the_time_of_their_bytes():
+    """A limiter lets short calls pass at once after a pause: 1 ms, whatever they send. Then a byte takes 1 ms."""
+    curves = {
+        ("none", "one_shot"): Curve(((1, 1e-3), (100, 1e-3), (1000, 4.0)), 4.0),
+        ("minmax8", "one_shot"): Curve(((1, 1e-3), (100, 1e-3), (1000, 1.0)), 1.0),
+    }
+    prediction = Prediction(curves)
+    byte = (4.0 - 1e-3) / 900 / 4
+    assert math.isclose(prediction.seconds(("none", "one_shot"), 100), byte * 4 * 100)
+    assert math.isclose(prediction.seconds(("minmax8", "one_shot"), 100), byte * 100)
+
+
 def test_one_point_alone_says_nothing_about_bytes():
     kind = "none"
     curves = {(kind, "one_shot"): Curve(((100, 1.0),), 1.0), (kind, "two_round"): Curve(((100, 1.0), (1000, 1.9)), 1.0)}
