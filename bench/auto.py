@@ -31,7 +31,7 @@ from qccl.scalars import parse_seconds
 _ROOT = Path(__file__).parent.parent
 _SCRIPT = str(Path(__file__).parent / "auto_rank.py")
 #: links with their delays: those of the development, and others
-DEVELOPED, NEW = ("100mbit", "1gbit", "100mbit 25ms"), ("300mbit", "2gbit 2ms")
+DEVELOPED, NEW = ("100mbit", "1gbit", "100mbit 25ms"), ("300mbit", "700mbit 2ms")
 #: what "auto" may choose from, by its text
 AUTOS = {"auto": ("none", "minmax8"), "auto:minmax4": ("none", "minmax4")}
 _CODECS = ("none", "minmax8", "minmax4")

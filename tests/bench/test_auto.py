@@ -30,12 +30,12 @@ def test_auto_is_compared_with_what_it_may_choose() -> None:
 
 
 def test_the_table_has_the_worst_size_of_each_network() -> None:
-    rows = [row(), row(4096, auto_X_auto=1.9), row(network="2gbit 2ms", ranks=4)]
+    rows = [row(), row(4096, auto_X_auto=1.9), row(network="700mbit 2ms", ranks=4)]
     text = program.report({"rows": rows, "machine": OF})
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     assert lines[0] == list(program.COLUMNS)
     assert lines[2] == ["2", "1gbit", "none", "`auto`", "2", "+5.0%", "+15.0%", "1K", "+10.0%", "-42.5%"]
-    assert lines[4][:5] == ["4", "2gbit (new)", "2ms", "`auto`", "1"]
+    assert lines[4][:5] == ["4", "700mbit (new)", "2ms", "`auto`", "1"]
     assert "Of 6 cases 4 took at most 5% longer than the best fixed choice." in text
     assert "within 5% of the best in 3." in text
     assert "6 of the 6 with plain times took at most 3% longer" in text
@@ -43,5 +43,5 @@ def test_the_table_has_the_worst_size_of_each_network() -> None:
 
 def test_the_figure_has_a_panel_for_each_network(tmp_path) -> None:
     path = tmp_path / "auto.png"
-    program.draw([row(), row(4096), row(network="2gbit 2ms", ranks=4)], path)
+    program.draw([row(), row(4096), row(network="700mbit 2ms", ranks=4)], path)
     assert path.read_bytes()[:4] == b"\x89PNG"
