@@ -11,8 +11,8 @@ from qccl.codecs.base import Codec
 from qccl.errors import ArgumentError
 from qccl.scalars import as_integer, as_real
 
-__all__ = ["OPS", "CodecLike", "OpLike", "check_group", "check_trace", "chunk_of", "count_of", "integer", "integers"]
-__all__ += ["one_of", "op_of", "setup_timeout", "timeout_of"]
+__all__ = ["OPS", "CodecLike", "OpLike", "check_group", "check_trace", "chunk_of", "codecs_of", "count_of"]
+__all__ += ["integer", "integers", "one_of", "op_of", "setup_timeout", "timeout_of"]
 
 #: the arguments that qccl.codecs.get accepts
 CodecLike = str | Mapping[str, Any] | Codec
@@ -38,6 +38,14 @@ def integers(values: Iterable[Any], what: str) -> tuple[int, ...]:
     if not isinstance(values, Iterable):
         raise ArgumentError(f"{what} must be a list of integers, not {values!r}")
     return tuple(integer(value, f"each of {what}") for value in values)
+
+
+def codecs_of(codec: CodecLike) -> tuple[CodecLike, ...]:
+    """The codecs that a call may use: the one given; for "auto:CODEC" none, and that one; "auto" is "auto:minmax8"."""
+    if not isinstance(codec, str):
+        return (codec,)
+    name, _, most = codec.partition(":")
+    return ("none", most or "minmax8") if name.strip() == "auto" else (codec,)
 
 
 def count_of(count: int, what: str = "count") -> int:

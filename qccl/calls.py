@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Unpack
 
-from qccl.arguments import CodecLike, OpLike, check_trace, timeout_of
+from qccl.arguments import CodecLike, OpLike, check_trace, codecs_of, timeout_of
 from qccl.arrays import Memory, Values, refuse_nonfinite, text_about_inputs
-from qccl.collectives import for_nodes
+from qccl.choosing import Chooser
 from qccl.engine.base import Bound, Progress, Request
 from qccl.errors import ArgumentError
 from qccl.guard import guarded
@@ -65,6 +65,7 @@ class Collectives:
     _session: Session
     _memory: Memory
     _programs: ProgramCache
+    _chooser: Chooser
 
     @accepts(CallOptions)
     def quantized_allreduce(
@@ -78,8 +79,10 @@ class Collectives:
             op: "sum", "avg" or "mean" (the global mean), "min" or "max"; or the same operation as NCCL's number, a
                 ReduceOp of torch.distributed, or an Op of mpi4py.
             algorithm: "two_round", "one_shot", or "auto": by size; and in two levels, as hierarchical_allreduce(), if
-                ranks share nodes and that sends less between nodes.
-            codec: e.g. ``"minmax8"``, ``"minmax4:bucket=256"``, a dict of the same, or a Codec.
+                ranks share nodes and that sends less between nodes. With codec="auto" or a loaded profile: the fastest.
+            codec: e.g. ``"minmax8"``, ``"minmax4:bucket=256"``, a dict of the same, or a Codec. On the host "auto" is
+                the faster one of none and minmax8, and "auto:CODEC" of none and CODEC, by the group's profile(). The
+                first such call of a kind measures it.
             async_op: return a Work at once instead of the result. Do not write the array, or read the output, before
                 ``wait()`` has returned. Later calls on this communicator that use the same memory wait for it; calls on
                 other communicators do not. On the host, a PyTorch tensor can never be resized again, as after
@@ -341,12 +344,15 @@ class Collectives:
     ) -> tuple[_Prepared, list[Values]]:
         """Check the arguments of a call, and let later calls find them; also returns the arrays' memory."""
         session, how = self._session, complete(method.options, method.name, options)
-        spec, by_name = method.prepare(self, arrays, parameters, how)
-        spec = for_nodes(spec, self.nodes)
+        specs = []
+        for codec in codecs_of(how["codec"]):
+            spec, by_name = method.prepare(self, arrays, parameters, {**how, "codec": codec})
+            spec.check_counts(by_name, self.rank, self.size)
+            check_key(spec.codec, how["key"])
+            specs.append(spec)
         request = _request(how)
         self._memory.streams(how["stream"], ())
-        spec.check_counts(by_name, self.rank, self.size)
-        check_key(spec.codec, how["key"])
+        spec = self._chooser.choose(specs, self.nodes).spec
         spec, compiled, bound = session.bind(spec, by_name, how["key"], self._programs.get)
         values = list(dict.fromkeys(by_name.values()))
         bare = {each: replace(each, array=None, view=None, owner=None) for each in values}

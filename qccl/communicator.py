@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from qccl.arguments import CodecLike, check_group, count_of, setup_timeout, timeout_of
+from qccl.arguments import CodecLike, check_group, codecs_of, count_of, setup_timeout, timeout_of
 from qccl.calls import Collectives
+from qccl.choosing import Chooser
 from qccl.collectives import CollectiveSpec, HierarchicalSpec, spec_of_plan
+from qccl.costs.group import GroupProfile
 from qccl.dtypes import DTypeLike
 from qccl.engine.base import Backend
 from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost, QcclError
@@ -89,6 +91,7 @@ class Communicator(Collectives):
             self.rank, self.size, made, timeout_of(timeout, made.timeout), name or f"group {next(_numbers)}"
         )
         self._memory = made.memory
+        self._chooser = Chooser(self._session, self.nodes, made.name, transport.name)
         self._programs = ProgramCache(made.engine, (self.rank, self.size), made.memory.calls)
 
     @classmethod
@@ -218,7 +221,9 @@ class Communicator(Collectives):
         self._session.check_usable()
         if collective == HierarchicalSpec.name:
             parameters = {"node_ids": self.nodes, **parameters}
-        return self.plan_of(spec_of_plan(collective, count, dtype, codec, chunk, parameters), key)
+        return self._plan(
+            [spec_of_plan(collective, count, dtype, each, chunk, parameters) for each in codecs_of(codec)], key
+        )
 
     @guarded
     def plan_of(self, spec: CollectiveSpec, key: str | None = None) -> Plan:
@@ -227,8 +232,33 @@ class Communicator(Collectives):
         Calls of several arrays, for which plan() has no name, are bound with Plan.bind_buffers().
         """
         self._session.check_usable()
-        check_key(spec.codec, key)
-        return Plan(self._session, spec, key, self.nodes)
+        return self._plan([spec], key)
+
+    def _plan(self, specs: Sequence[CollectiveSpec], key: str | None) -> Plan:
+        for spec in specs:
+            check_key(spec.codec, key)
+            spec.buffers(self.rank, self.size)  # raises for what these ranks cannot do
+        return Plan(self._session, specs[0], key, self.nodes, self._chooser.choose(specs, self.nodes))
+
+    @guarded
+    def profile(self) -> GroupProfile:
+        """Collective: the profile of the group: measured times of calls, by which ``codec="auto"`` decides.
+
+        It has what was loaded by qccl.init(), and the kinds of calls that were made with ``codec="auto"`` so far. If it
+        has no all-reduces of float32 with minmax8 yet, they are measured, in less than a second where the network has
+        no long delay. Raises ArgumentError on CUDA and for a single rank, and the errors of calls.
+        """
+        self._session.check_usable()
+        if self.size == 1:
+            raise ArgumentError("a group of one rank has no profile, because it sends nothing")
+        specs = [spec_of_plan("allreduce", 1, "float32", codec, None, {}) for codec in codecs_of("auto")]
+        self._chooser.choose(specs, self.nodes)
+        return self._chooser.profile
+
+    @guarded
+    def _adopt(self, profile: GroupProfile) -> None:
+        """Collective: decide by a profile that was loaded; see Chooser.adopt()."""
+        self._chooser.adopt(profile)
 
     @property
     def timeout(self) -> float:

@@ -36,6 +36,7 @@ from qccl.transports.strangers import printable
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
+    from qccl.costs.group import GroupProfile
 
 __all__ = ["has_mpi", "init", "join", "uses_mpi"]
 
@@ -54,6 +55,7 @@ def init(
     size: int | None = None,
     address: str | None = None,
     transport: str = "auto",
+    profile: str | os.PathLike[str] | GroupProfile | None = None,
 ) -> Communicator:
     """The communicator of all ranks that the launcher started (one rank, if none did).
 
@@ -72,18 +74,21 @@ def init(
         address: "host:port", a free port on the machine of rank 0.
         transport: "mpi", "ucx", "wan" or "gloo", for host memory; "auto" means QCCL_TRANSPORT, or the choice described
             above.
+        profile: the group's profile, by which ``codec="auto"`` and ``algorithm="auto"`` decide: a file that
+            ``comm.profile().save()`` wrote, or what profile() returned. None means the file that QCCL_PROFILE names;
+            without it, calls with ``codec="auto"`` are measured when they come.
 
     Raises:
-        ArgumentError: a value is not allowed; MPI has another number of ranks than the launcher; or this is a single
-            rank although the environment, torch.distributed, jax.distributed or mpi4py says that there are more.
-        MismatchError: the ranks passed different backends.
+        ArgumentError: a value is not allowed; the profile is another group's; MPI has another number of ranks than the
+            launcher; or this is a single rank although the environment, torch.distributed, jax.distributed or mpi4py
+            says that there are more.
+        MismatchError: the ranks passed different backends, or have different profiles. If only some have one, a later
+            call raises it.
         CollectiveTimeout: not every rank called init() in time.
         EngineError: the backend cannot be used on this machine, or the ranks have no transport in common; the message
             says why.
     """
-    from qccl.communicator import Communicator
-
-    setup = setup_timeout(timeout)
+    loaded = _profile(profile)
     if backend not in ("auto", "host", "cuda"):
         raise ArgumentError(f'backend {backend!r} does not exist; there are "auto", "host" and "cuda"')
     if backend == "host" and device is not None:
@@ -92,12 +97,48 @@ def init(
     must = backend == "cuda" or device is not None
     wanted = wanted_transport(transport)
     meeting = _given(rank, size, address) or _find_meeting(detect(), wanted)
+    comm = _communicator(meeting, wanted, backend, device, timeout, must=must)
+    if loaded is not None:
+        try:
+            comm._adopt(loaded)
+        except BaseException as error:
+            comm.abort(str(error))
+            comm.close()
+            raise
+    return comm
+
+
+def _communicator(
+    meeting: Meeting | None, wanted: str | None, backend: str, device: int | None, timeout: float | None, *, must: bool
+) -> Communicator:
+    """The ranks of the meeting, or of MPI; ``must``: on their GPUs."""
+    from qccl.communicator import Communicator
+
+    setup = setup_timeout(timeout)
     if meeting is None:
         return _by_mpi(backend, device, timeout, must=must)
     with contextlib.closing(meeting):
         offers = _offers(meeting, "cuda" if must else backend, wanted, setup)
         comm = None if backend == "host" else _on_gpus(meeting, offers, device, timeout)
         return comm or Communicator._from_transport(connect_by(meeting, offers, setup), timeout=timeout)
+
+
+def _profile(given: str | os.PathLike[str] | GroupProfile | None) -> GroupProfile | None:
+    """The profile that the program or QCCL_PROFILE names. Raises ArgumentError for a file that is none."""
+    from qccl.costs.group import GroupProfile
+
+    given = given or os.environ.get("QCCL_PROFILE")
+    if given is None or isinstance(given, GroupProfile):
+        return given
+    if not isinstance(given, str | os.PathLike):
+        raise ArgumentError(f"profile must be a file's path, or what comm.profile() returned, not {given!r}")
+    try:
+        return GroupProfile.load(given)
+    except OSError as error:
+        raise ArgumentError(
+            f"the profile {os.fspath(given)!r} cannot be read ({error.strerror}); give a file that "
+            f"comm.profile().save() wrote, or leave out profile= and QCCL_PROFILE"
+        ) from error
 
 
 def join(address: str, timeout: float = 60.0) -> Communicator:

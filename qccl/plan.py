@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from qccl.arguments import check_trace, timeout_of
 from qccl.arrays import Values, check_unmoved
-from qccl.collectives import CollectiveSpec, for_nodes
+from qccl.collectives import CollectiveSpec
 from qccl.collectives.explain import explain
+from qccl.costs.group import Choice
 from qccl.engine.base import Bound, Progress, Request
 from qccl.errors import ArgumentError
 from qccl.guard import guarded
@@ -47,11 +48,16 @@ class Plan:
     """
 
     def __init__(
-        self, session: Session, spec: CollectiveSpec, key: str | None = None, nodes: Sequence[int] = ()
+        self,
+        session: Session,
+        asked: CollectiveSpec,
+        key: str | None = None,
+        nodes: Sequence[int] = (),
+        choice: Choice | None = None,
     ) -> None:
-        """``nodes``: for each rank, the number of its node."""
-        self._asked, self._nodes = spec, nodes
-        self.spec = spec = for_nodes(spec, nodes)
+        """``nodes``: for each rank, the number of its node; ``choice``: how the call is made (None: as asked)."""
+        self._asked, self._nodes, self._choice = asked, nodes, choice or Choice(asked)
+        self.spec = spec = self._choice.spec
         self._key = key
         self._session = session
         self._compiled: dict[tuple[CollectiveSpec, bool], Compiled] = {}
@@ -64,6 +70,11 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"<Plan {self.spec.text()}>"
+
+    @property
+    def codec(self) -> str:
+        """The codec of its runs, as text: with ``codec="auto"`` the chosen one."""
+        return self.spec.codec.spec()
 
     @property
     def nbytes(self) -> int:
@@ -228,9 +239,12 @@ class Plan:
         return self._work is not None and self._work._is_under_way()
 
     def explain(self) -> str:
-        """Which algorithm the ranks use and why, their chunks, and the bytes that this rank's node sends to others."""
-        session = self._session
-        return explain(self._asked, self._nodes, session.rank, session.engine.chunking)
+        """Which algorithm the ranks use and why, their chunks, and the bytes that this rank's node sends to others.
+
+        If the group's profile has decided, also the time that it predicts for each codec and algorithm.
+        """
+        session, choice = self._session, self._choice
+        return explain(self._asked, choice.spec, self._nodes, session.rank, session.engine.chunking, choice.reason())
 
     def schedule(self, *, in_place: bool) -> Schedule:
         """The schedule of this rank."""

@@ -18,6 +18,8 @@ import pytest
 
 import qccl
 from qccl import launchers
+from qccl.costs.group import GroupProfile
+from qccl.errors import ArgumentError
 
 pytestmark = pytest.mark.starts_first
 
@@ -377,3 +379,99 @@ def test_the_program_of_the_readme_runs_unchanged(name, port, tmp_path):
     found = re.findall(r"\[[- \d]*\.[-. \d]*\]", out)
     assert len(found) == (2 if name == "shells" else 4), out
     assert len(set(found)) == 1, out  # bit-identical on every rank
+
+
+AUTO = """
+import numpy as np
+try:
+    comm = qccl.init("host", rank=int(sys.argv[1]), size=2, address=sys.argv[2], transport="ucx", timeout=30)
+    plan = comm.plan("allreduce", 5000, codec="auto")
+    print(plan.codec, plan.spec.algorithm, comm.profile().digest(), comm._session.numbers.sequence)
+    if comm.rank == 0 and sys.argv[3:]:
+        comm.profile().save(sys.argv[3])
+    comm.close()
+except qccl.QcclError as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def auto_ranks(port, *more, **environment):
+    programs = [f"import sys; sys.argv[1:] = {[str(rank), f'127.0.0.1:{port}', *more]!r}{AUTO}" for rank in range(2)]
+    return [out.split(maxsplit=3) for out in outputs(*programs, **environment)]
+
+
+def test_a_saved_profile_is_loaded_instead_of_measured(port, tmp_path):
+    path = tmp_path / "profile.json"
+    measured, other = auto_ranks(port, str(path))
+    assert measured == other, "both ranks have chosen alike, by the same profile"
+    loaded, other = auto_ranks(port, QCCL_PROFILE=str(path))
+    assert loaded == other
+    assert loaded[:3] == measured[:3]
+    assert int(loaded[3]) < int(measured[3]), "one agreement, and no measured call"
+
+
+@pytest.mark.parametrize("text", ["{}", None], ids=["no profile", "no file"])
+def test_a_profile_that_cannot_be_read_is_refused_before_ranks_meet(tmp_path, monkeypatch, text):
+    path = tmp_path / "profile.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(
+        ArgumentError, match=r"profile\.json' (is no profile|cannot be read).*comm\.profile\(\)\.save\(\)"
+    ):
+        qccl.init("host", profile=path)
+    monkeypatch.setenv("QCCL_PROFILE", str(path))
+    with pytest.raises(ArgumentError, match=r"profile\.json"):
+        qccl.init("host")
+    with pytest.raises(ArgumentError, match="profile must be a file's path"):
+        qccl.init("host", profile=7)
+
+
+def test_the_profile_of_another_group_is_refused(monkeypatch):
+    for name in [*os.environ]:
+        if name.startswith(("PMI", "OMPI", "SLURM")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    with pytest.raises(ArgumentError, match="the profile is that of 2 ranks"):
+        qccl.init("host", profile=GroupProfile((0, 0), "ucx"))
+
+
+GROWING = """
+import os, pathlib, sys, time
+import numpy as np
+rank, place, folder = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
+def total(comm):
+    x = np.ones(3000, np.float32)
+    comm.quantized_allreduce(x, codec="auto")
+    plan = comm.plan("allreduce", 3000, codec="auto")
+    print(comm.size, float(x[0]), plan.codec, plan.spec.algorithm, len(comm.profile().nodes), comm.profile().digest())
+if rank < 2:
+    comm = qccl.init("host", rank=rank, size=2, address=place, transport="ucx", timeout=60)
+    total(comm)
+    if rank == 0:
+        (folder / "new").write_text(comm.address)
+        os.replace(folder / "new", folder / "address")
+    comm = comm.grow(3, timeout=60)
+else:
+    while not (folder / "address").exists():
+        time.sleep(0.02)
+    comm = qccl.join((folder / "address").read_text(), timeout=60)
+total(comm)
+if rank == 2:
+    comm.abort("it leaves")
+else:
+    comm = comm.shrink(timeout=20)
+    total(comm)
+    comm.close()
+"""
+
+
+def test_groups_that_grow_and_shrink_measure_anew(port, tmp_path):
+    """The newcomer and the survivors choose alike."""
+    argv = [[str(rank), f"127.0.0.1:{port}", str(tmp_path)] for rank in range(3)]
+    first, second, third = outputs(*(f"import sys; sys.argv[1:] = {each!r}\n{GROWING}" for each in argv))
+    before, grown, shrunk = first.splitlines()
+    assert second.splitlines() == [before, grown, shrunk]
+    assert third.splitlines() == [grown]
+    for line, size in ((before, 2), (grown, 3), (shrunk, 2)):
+        found = line.split()
+        assert (found[0], float(found[1]), found[4]) == (str(size), size, str(size))
+    assert len({line.split()[-1] for line in (before, grown, shrunk)}) == 3

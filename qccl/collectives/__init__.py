@@ -21,7 +21,7 @@ from qccl.collectives.peer_exchange import PeerExchangeSpec
 from qccl.collectives.reduce import ReduceSpec
 from qccl.collectives.reduce_scatter import ReduceScatterSpec
 from qccl.collectives.spec import Binding, CollectiveSpec, spec_of
-from qccl.collectives.topology import for_nodes
+from qccl.collectives.topology import for_nodes, ways
 from qccl.dtypes import DTypeLike
 from qccl.errors import ArgumentError
 
@@ -42,6 +42,7 @@ __all__ = [
     "for_nodes",
     "spec_of",
     "spec_of_plan",
+    "ways",
 ]
 
 _PLANNED = (

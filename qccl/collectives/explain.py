@@ -10,19 +10,22 @@ from qccl.collectives.hierarchical import HierarchicalSpec
 from qccl.collectives.operands import ranks_by_node
 from qccl.collectives.partitions import HOP_NBYTES
 from qccl.collectives.spec import CollectiveSpec
-from qccl.collectives.topology import Cost, costs, for_nodes
+from qccl.collectives.topology import Cost, costs
 from qccl.schedule import Encode, Exchange, Reduce, Schedule
 
-__all__ = ["explain", "sent_between_nodes"]
+__all__ = ["crossing_nbytes", "explain", "sent_between_nodes"]
 
 
-def explain(asked: CollectiveSpec, node_ids: Sequence[int], rank: int, chunking: ChunkPolicy) -> str:
+def explain(
+    asked: CollectiveSpec, spec: CollectiveSpec, node_ids: Sequence[int], rank: int, chunking: ChunkPolicy, reason: str
+) -> str:
     """The algorithm, the chunks, the bytes between nodes, and the reason, a sentence each.
 
-    ``asked`` is the call as the program made it, ``node_ids`` has the number of each rank's node, and ``rank`` is the
-    one whose chunks and whose node's bytes are meant.
+    ``asked`` is the call as the program made it, ``spec`` is how the ranks make it, ``node_ids`` has the number of each
+    rank's node, and ``rank`` is the one whose chunks and whose node's bytes are meant. ``reason`` is why ``spec`` was
+    chosen; empty: by the rule of for_nodes().
     """
-    spec, nodes = for_nodes(asked, node_ids), ranks_by_node(node_ids)
+    nodes = ranks_by_node(node_ids)
     schedules = {
         each: spec.schedule(each, len(node_ids), in_place=False, chunking=chunking)
         for node in nodes
@@ -33,7 +36,7 @@ def explain(asked: CollectiveSpec, node_ids: Sequence[int], rank: int, chunking:
     return "\n".join(
         [
             f"{spec.text()}",
-            f"{_nodes(nodes)}: {_algorithm(spec, schedules[rank])}, {_reason(asked, spec, nodes, node_ids)}.",
+            f"{_nodes(nodes)}: {_algorithm(spec, schedules[rank])}, {reason or _reason(asked, nodes, node_ids)}.",
             f"{_chunks(schedules[rank])} The node of rank {rank} sends {sent:,} bytes to other nodes in a call.",
         ]
     )
@@ -44,6 +47,21 @@ def sent_between_nodes(schedule: Schedule, node_ids: Sequence[int]) -> int:
     here = node_ids[schedule.rank]
     sends = (send for op in schedule.ops if isinstance(op, Exchange) for send in op.sends)
     return sum(len(send.span) for send in sends if node_ids[send.peer] != here)
+
+
+def crossing_nbytes(spec: CollectiveSpec, node_ids: Sequence[int]) -> int:
+    """Bytes that the node of rank 0 sends to others, or receives if these are more; rank 0 alone if all share a node.
+
+    No other node moves more if the parts of the vector are equal and rank 0 is the root.
+    """
+    nodes = tuple(node_ids) if len(set(node_ids)) > 1 else tuple(range(len(node_ids)))
+    sent = received = 0
+    for rank in (rank for rank, node in enumerate(nodes) if node == nodes[0]):
+        schedule = spec.schedule(rank, len(nodes), in_place=False)
+        sent += sent_between_nodes(schedule, nodes)
+        recvs = (recv for op in schedule.ops if isinstance(op, Exchange) for recv in op.recvs)
+        received += sum(len(recv.span) for recv in recvs if nodes[recv.peer] != nodes[0])
+    return max(sent, received)
 
 
 def _nodes(nodes: Sequence[Sequence[int]]) -> str:
@@ -61,9 +79,7 @@ def _algorithm(spec: CollectiveSpec, schedule: Schedule) -> str:
     return f"one level, {schedule.name}"
 
 
-def _reason(
-    asked: CollectiveSpec, spec: CollectiveSpec, nodes: Sequence[Sequence[int]], node_ids: Sequence[int]
-) -> str:
+def _reason(asked: CollectiveSpec, nodes: Sequence[Sequence[int]], node_ids: Sequence[int]) -> str:
     if isinstance(asked, HierarchicalSpec):
         return "as the call says"
     if len(nodes) == 1:

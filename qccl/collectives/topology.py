@@ -1,4 +1,4 @@
-"""Whether a call runs in two levels, because that sends less between nodes.
+"""The ways to make a call, and whether it runs in two levels because that sends less between nodes.
 
 Without it, each rank sends each other rank its codes. If several ranks share a node, the same sums then cross the link
 between nodes several times: ``L`` ranks on each of ``m`` nodes send 2 L (m-1)/m E from each node in an all-reduce of
@@ -13,15 +13,20 @@ from typing import Any
 
 from qccl.codecs.none import NoCodec
 from qccl.collectives.all_gather import AllGatherSpec
-from qccl.collectives.allreduce import AllReduceSpec, choose_allreduce
+from qccl.collectives.allreduce import ALLREDUCE, AllReduceSpec, choose_allreduce
+from qccl.collectives.broadcast import TREES, BroadcastSpec
 from qccl.collectives.coalesced import CoalescedSpec, HierarchicalCoalescedSpec
 from qccl.collectives.hierarchical import HierarchicalSpec, choose_inter
 from qccl.collectives.operands import ranks_by_node
 from qccl.collectives.partitions import HOP_NBYTES
+from qccl.collectives.reduce import REDUCE, ReduceSpec
 from qccl.collectives.reduce_scatter import ReduceScatterSpec
 from qccl.collectives.spec import CollectiveSpec
 
-__all__ = ["Cost", "costs", "for_nodes"]
+__all__ = ["Cost", "costs", "for_nodes", "ways"]
+
+#: names of ways to make a call that are no algorithm's
+_ONE_LEVEL, _TWO_LEVELS = "one level", "two levels"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,39 @@ def for_nodes(spec: CollectiveSpec, node_ids: Sequence[int]) -> CollectiveSpec:
     found = costs(spec, node_ids)
     if found is None or found[1].total >= found[0].total:
         return spec
-    nodes = tuple(node_ids)
+    return _in_levels(spec, tuple(node_ids))
+
+
+def ways(spec: CollectiveSpec, node_ids: Sequence[int]) -> dict[str, CollectiveSpec]:
+    """How ranks on these nodes can make the call of ``spec``, by name: the one way that it names, or all.
+
+    Empty for a collective whose calls have nothing that "auto" could compare: all_to_all, hierarchical_allreduce and
+    peer_exchange. The first way of those that are equally fast is to be preferred.
+    """
+    is_mixed = 1 < len(ranks_by_node(node_ids)) < len(node_ids)
+    if isinstance(spec, ReduceScatterSpec | AllGatherSpec):
+        found: dict[str, CollectiveSpec] = {_ONE_LEVEL: spec}
+        return found | ({_TWO_LEVELS: _in_levels(spec, tuple(node_ids))} if is_mixed else {})
+    known = next((names for kind, names in _ALGORITHMS.items() if isinstance(spec, kind)), ())
+    named = getattr(spec, "algorithm", "auto")
+    if known and named != "auto":
+        return {named: spec}
+    found = {name: replace(spec, algorithm=name) for name in known}  # type: ignore[call-arg]
+    if isinstance(spec, AllReduceSpec) and is_mixed:
+        found[_TWO_LEVELS] = _in_levels(spec, tuple(node_ids))
+    return found
+
+
+#: the algorithms of the collectives that name one
+_ALGORITHMS: dict[type[CollectiveSpec], tuple[str, ...]] = {
+    AllReduceSpec: tuple(ALLREDUCE),
+    BroadcastSpec: TREES,
+    ReduceSpec: tuple(REDUCE),
+}
+
+
+def _in_levels(spec: CollectiveSpec, nodes: tuple[int, ...]) -> CollectiveSpec:
+    """The spec with which the call runs in two levels."""
     if isinstance(spec, ReduceScatterSpec | AllGatherSpec):
         return replace(spec, node_ids=nodes)
     given: dict[str, Any] = {field.name: getattr(spec, field.name) for field in fields(spec)}

@@ -1,0 +1,173 @@
+"""What ``codec="auto"`` costs beside the best fixed choice: ``python bench/auto.py`` (takes 20 minutes; needs root).
+
+All-reduces on 2 and 4 ranks over UCX in the lab, for sizes of 1 KiB to 64 MiB: with each fixed codec and algorithm, and
+with "auto" and "auto:minmax4", in turns in one run. The first call makes the group's profile. Two of the links were not
+used while the choice was developed. A way is timed up to the size at which a call takes more than half a second, and
+from 4 MiB on only if it was not much slower than the fastest before.
+
+``--save`` writes docs/results/auto-<date>.json after each group of ranks; ``--resume`` keeps what today's file has.
+``--write docs/results-collectives.md`` replaces that page's table and draws docs/auto.png from all rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+from matplotlib.figure import Figure
+from runs import machine, measured_on, rewrite_table, run_ranks, table
+
+from qccl.bench.network_options import NetworkOptions
+from qccl.bench.sizes import format_size
+from qccl.scalars import parse_seconds
+
+_ROOT = Path(__file__).parent.parent
+_SCRIPT = str(Path(__file__).parent / "auto_rank.py")
+#: links with their delays: those of the development, and others
+DEVELOPED, NEW = ("100mbit", "1gbit", "100mbit 25ms"), ("300mbit", "700mbit 2ms")
+#: what "auto" may choose from, by its text
+AUTOS = {"auto": ("none", "minmax8"), "auto:minmax4": ("none", "minmax4")}
+_CODECS = ("none", "minmax8", "minmax4")
+COLUMNS = (
+    "ranks",
+    "link",
+    "delay",
+    "codec",
+    "sizes",
+    "beside the best: median",
+    "largest",
+    "at",
+    "its choice",
+    "beside plain",
+)
+#: "auto" is as good as the best fixed choice if it takes no longer than by so much
+CLOSE = 0.05
+
+
+@click.command()
+@click.option("--ranks", default="2,4", show_default=True)
+@click.option("--networks", default=",".join(DEVELOPED + NEW), show_default=True)
+@click.option("--resume", is_flag=True, help="Keep what today's file has.")
+@click.option("--limit", default=3600.0, show_default=True, help="Seconds after which no further network is begun.")
+@click.option("--save", is_flag=True, help="Write the results file.")
+@click.option("--write", help="A page whose table is to be replaced: docs/results-collectives.md.")
+def main(**given: Any) -> None:
+    """Measure, and print the table."""
+    path = _ROOT / "docs" / "results" / f"auto-{date.today().isoformat()}.json"
+    document = json.loads(path.read_text(encoding="utf-8")) if given["resume"] and path.exists() else {"rows": []}
+    document["machine"], begin = document.get("machine") or machine(), time.monotonic()
+    for ranks, network in itertools.product(map(int, given["ranks"].split(",")), given["networks"].split(",")):
+        is_done = any((row["ranks"], row["network"]) == (ranks, network) for row in document["rows"])
+        if not is_done and time.monotonic() - begin < given["limit"]:
+            document["rows"] += _timed(ranks, network)
+            if given["save"]:
+                path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    text = report(document)
+    print(text)
+    if given["write"]:
+        rewrite_table(given["write"], "python bench/auto.py", text)
+        draw(document["rows"], _ROOT / "docs" / "auto.png")
+
+
+def _timed(ranks: int, network: str) -> list[dict[str, Any]]:
+    """The rows of all sizes on a network, such as "100mbit 25ms"."""
+    link, _, delay = network.partition(" ")
+    lab = NetworkOptions(link=link, delay=parse_seconds(delay) if delay else None).lab(ranks)
+    task = {"sizes": [1 << power for power in range(10, 27, 2)], "codecs": _CODECS, "autos": list(AUTOS)}
+    rows = run_ranks(_SCRIPT, ranks, task, "ucx", lab, plain=None)
+    keys = ("size", "profiled", "rounds", "seconds", "chosen", "why")
+    return [{"ranks": ranks, "network": network} | {key: row[key] for key in keys} for row in rows]
+
+
+# -- what follows ------------------------------------------------------------------------------------------------------
+
+
+def beside(row: dict[str, Any], auto: str) -> tuple[float, float, float | None]:
+    """The time with ``auto``, and that of the fixed choice that it took, over the best; and over the best plain one.
+
+    The last is None where no plain call was timed, because it was much slower with a smaller size.
+    """
+    seconds = row["seconds"]
+    fixed = {way: each for way, each in seconds.items() if way.split()[0] in AUTOS[auto] and " auto" not in way}
+    best, own = min(fixed.values()), seconds[f"{auto} auto"]
+    plain = [each for way, each in fixed.items() if way.startswith("none ")]
+    return own / best, fixed.get(row["chosen"][auto], own) / best, own / min(plain) if plain else None
+
+
+def report(document: dict[str, Any]) -> str:
+    """The table of all networks, a verdict, and the machine."""
+    rows = document["rows"]
+    each = [beside(row, auto) for row in rows for auto in AUTOS]
+    close = [sum(values[i] <= 1 + CLOSE for values in each) for i in range(2)]
+    plain = [values[2] for values in each if values[2] is not None]
+    verdict = (
+        f"Of {len(each)} cases {close[0]} took at most {CLOSE:.0%} longer than the best fixed choice. Two runs of one "
+        f"call differ, too: the fixed choice that auto took was within {CLOSE:.0%} of the best in {close[1]}. "
+        f"{sum(value <= 1.03 for value in plain)} of the {len(plain)} with plain times took at most 3% longer than the "
+        f"faster plain algorithm. Making a profile took {min(row['profiled'] for row in rows):.2f} to "
+        f"{max(row['profiled'] for row in rows):.2f} s."
+    )
+    return "\n".join(table(COLUMNS, _lines(rows))) + f"\n\n{verdict}\n\n" + measured_on(document["machine"])
+
+
+def _lines(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    for (ranks, network), group in itertools.groupby(rows, lambda row: (row["ranks"], row["network"])):
+        members, (link, _, delay) = list(group), network.partition(" ")
+        for auto in AUTOS:
+            found = [(beside(row, auto), row["size"]) for row in members]
+            worst, size = max(found, key=lambda item: item[0][0])
+            plain = [values[2] for values, _ in found if values[2] is not None]
+            yield (
+                *(str(ranks), f"{link}{'' if network in DEVELOPED else ' (new)'}", delay or "none", f"`{auto}`"),
+                *(str(len(found)), _percent(statistics.median(values[0] for values, _ in found))),
+                *(_percent(worst[0]), format_size(size), _percent(max(values[1] for values, _ in found))),
+                _percent(max(plain)),
+            )
+
+
+def _percent(ratio: float) -> str:
+    return f"{ratio - 1:+.1%}"
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """The times of "auto", of plain calls and of minmax8 over the best fixed choice, a panel for each network."""
+    groups = {key: list(group) for key, group in itertools.groupby(rows, lambda row: (row["network"], row["ranks"]))}
+    networks, ranks = (list(dict.fromkeys(key[i] for key in groups)) for i in range(2))
+    figure = Figure(figsize=(3.1 * len(networks), 2.7 * len(ranks)), layout="constrained")
+    panels = figure.subplots(len(ranks), len(networks), sharex=True, sharey=True, squeeze=False)
+    for (network, count), group in groups.items():
+        axes = panels[ranks.index(count)][networks.index(network)]
+        for label, colour, mark in (("auto", "#0072B2", "o"), ("plain", "black", "x"), ("minmax8", "#E69F00", "^")):
+            points = [(row["size"], relative) for row in group if (relative := _relative(row, label)) is not None]
+            axes.plot(*zip(*points, strict=True), color=colour, marker=mark, markersize=4, linewidth=1.2, label=label)
+        axes.axhspan(1 / (1 + CLOSE), 1 + CLOSE, color="#0072B2", alpha=0.12)
+        axes.set_title(f"{count} ranks, {network}{'' if network in DEVELOPED else ' (new)'}", fontsize=9)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        sizes = [1 << power for power in range(10, 27, 4)]
+        axes.set_xticks(sizes, [format_size(size) for size in sizes])
+        axes.set_yticks([1, 2, 4], ["1", "2", "4"])
+        axes.minorticks_off()
+        axes.grid(True, alpha=0.3)
+    panels[0][0].legend(fontsize=8)
+    figure.supylabel("time / time of the best fixed choice", fontsize=9)
+    figure.savefig(path, dpi=130)
+    print(f"wrote {path}")
+
+
+def _relative(row: dict[str, Any], label: str) -> float | None:
+    """The faster algorithm with this label, over the best fixed choice of those of "auto"."""
+    prefix = {"auto": "auto auto", "plain": "none "}.get(label, f"{label} ")
+    own = [each for way, each in row["seconds"].items() if way.startswith(prefix)]
+    return min(own) / (row["seconds"]["auto auto"] / beside(row, "auto")[0]) if own else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""How long the calls of a group take, as measured, and which way to make a call is the fastest by that.
+
+A profile has curves: the seconds of a call over its number of elements, for a collective, an element type, a codec and
+a way to make the call, such as "two_round". Those of a codec and of plain calls were measured in turns, so that what
+disturbed the ones has disturbed the others, too. Between two measured numbers of elements a call's time is taken to be
+linear, and beyond the last one, too (Prediction). No constant of a machine or a network is in here: what measured calls
+do not show cannot be told either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sys
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from qccl import codecs, dtypes
+from qccl.codecs import NoCodec
+from qccl.collectives import CollectiveSpec, ways
+from qccl.errors import ArgumentError
+from qccl.files import writing
+
+__all__ = ["MARGIN", "Choice", "Curve", "GroupProfile", "Kind", "Label", "Prediction", "choose", "kind_of"]
+
+#: the part of the time without a codec that a codec must save
+MARGIN = 0.03
+#: the time of a byte is measured between the last point and one with at most so large a part of its elements: the times
+#: of two near points differ by little more than noise
+_FAR = 0.25
+_PLAIN = NoCodec().spec()
+#: beyond the points times that differ by less are equal, and what sends fewer bytes is preferred
+_UNSURE = 0.1
+#: version of the file, and the most bytes that it may have
+_VERSION, _MOST_NBYTES = 1, 1 << 20
+_KEYS = ("collective", "dtype", "codec", "with", "way", "density", "points")
+
+
+class Kind(NamedTuple):
+    """Calls that are compared, as text: a collective, an element type, and the codec that competes with none."""
+
+    collective: str
+    dtype: str
+    codec: str
+
+
+#: a codec, and a way to make a call with it
+Label = tuple[str, str]
+
+
+def kind_of(spec: CollectiveSpec) -> Kind:
+    """The kind of a call. All-reduces of several arrays count as those of one."""
+    return Kind(spec.name.removesuffix("_coalesced"), spec.dtype.name, spec.codec.spec())
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Measured times of calls.
+
+    Attributes:
+        points: numbers of elements, ascending, each with the seconds of a call.
+        density: bytes that the busiest node sends, or receives if that is more, for an element of a large call.
+    """
+
+    points: tuple[tuple[int, float], ...]
+    density: float
+
+    def seconds(self, count: int, byte: float) -> float:
+        """The time of a call of ``count`` elements; ``byte`` is that of a byte beyond the last point."""
+        first, last = self.points[0], self.points[-1]
+        if count <= first[0]:
+            return first[1]
+        if count <= last[0]:
+            at = bisect_left(self.points, (count,))
+            (low, before), (high, after) = self.points[at - 1], self.points[at]
+            return before + (after - before) * (count - low) / (high - low)
+        return last[1] + byte * self.density * (count - last[0])
+
+    @property
+    def byte(self) -> float:
+        """Seconds by which a byte lengthens a large call, from the last point and one that is far from it."""
+        last, seconds = self.points[-1]
+        far = [point for point in self.points if point[0] <= last * _FAR]
+        count, before = far[-1] if far else self.points[0]
+        return max(0.0, seconds - before) / (last - count) / self.density if count < last else math.inf
+
+
+class Prediction:
+    """The times of calls of any size, by the curves of one kind.
+
+    Where curves end they go on linearly. All ways of a codec then take the same time for a byte, the least that was
+    measured, because disturbances only lengthen calls; and with a codec a byte takes no less than without one.
+    """
+
+    def __init__(self, curves: Mapping[Label, Curve]) -> None:
+        self._curves = curves
+        self._byte: dict[str, float] = {}
+        for (codec, _), curve in curves.items():
+            self._byte[codec] = min(curve.byte, self._byte.get(codec, math.inf))
+        plain = self._byte.get(_PLAIN, 0.0)
+        for codec, byte in self._byte.items():
+            self._byte[codec] = max(byte, plain if plain < math.inf else 0.0)
+
+    def seconds(self, label: Label, count: int) -> float:
+        """The time of a call of ``count`` elements; of calls that follow each other, so its bytes take their time.
+
+        What limits a link's rate may let a burst pass after a pause, so that single short calls take less.
+        """
+        curve, byte = self._curves[label], self._byte[label[0]]
+        return max(curve.seconds(count, byte), byte * curve.density * count if byte < math.inf else 0.0)
+
+    def of_more(self, label: Label) -> float:
+        """Seconds of one more element of a large call."""
+        return self._byte[label[0]] * self._curves[label].density
+
+
+@dataclass(frozen=True)
+class GroupProfile:
+    """The measured times of a group's calls: what ``codec="auto"`` decides by.
+
+    Attributes:
+        nodes: for each rank, the number of its machine.
+        transport: that carried the bytes.
+        times: by kind of call; then by codec, the kind's or none, and by the way to make the call.
+    """
+
+    nodes: tuple[int, ...]
+    transport: str
+    times: Mapping[Kind, Mapping[Label, Curve]] = field(default_factory=dict)
+
+    def with_times(self, kind: Kind, curves: Mapping[Label, Curve]) -> GroupProfile:
+        """This profile and the curves of a further kind."""
+        return replace(self, times={**self.times, kind: curves})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a JSON file for ``qccl.init(profile=)`` and QCCL_PROFILE. Raises OSError."""
+        with writing(path) as file:
+            file.write(json.dumps(self.as_dict(), indent=1).encode() + b"\n")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> GroupProfile:
+        """The profile in a file that save() wrote. Raises ArgumentError for another file, OSError."""
+        with open(path, "rb") as file:
+            text = file.read(_MOST_NBYTES + 1)
+        try:
+            if len(text) > _MOST_NBYTES:
+                raise ValueError(f"it has more than {_MOST_NBYTES:,} bytes")
+            return GroupProfile.from_dict(json.loads(text))
+        except (KeyError, TypeError, ValueError, RecursionError, ArgumentError) as error:
+            raise ArgumentError(
+                f"{os.fspath(path)!r} is no profile of a group ({type(error).__name__}: {error}); give a file that "
+                f"comm.profile().save() wrote"
+            ) from error
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a file of JSON."""
+        curves = [
+            dict(zip(_KEYS, (*kind, *label, curve.density, [list(point) for point in curve.points]), strict=True))
+            for kind, curves in sorted(self.times.items())
+            for label, curve in sorted(curves.items())
+        ]
+        head = {"qccl profile": _VERSION, "nodes": list(self.nodes), "transport": self.transport}
+        return head | {"curves": curves}
+
+    @staticmethod
+    def from_dict(given: Mapping[str, Any]) -> GroupProfile:
+        """The profile that as_dict() returned. Raises KeyError, TypeError, ValueError, ArgumentError."""
+        if given["qccl profile"] != _VERSION:
+            raise ValueError(f"its version is {given['qccl profile']!r}, and this is {_VERSION}")
+        nodes, transport = tuple(map(_natural, given["nodes"])), given["transport"]
+        times: dict[Kind, dict[Label, Curve]] = {}
+        if not isinstance(transport, str):
+            raise TypeError(f"its transport is {transport!r}, no text")
+        for each in given["curves"]:
+            collective, dtype, codec, used, way, density, points = (each[key] for key in _KEYS)
+            kind = Kind(str(collective), dtypes.get(dtype).name, codecs.get(codec).spec())
+            times.setdefault(kind, {})[codecs.get(used).spec(), str(way)] = _curve(points, density)
+        return GroupProfile(nodes, transport, times)
+
+    def digest(self) -> str:
+        """A text that is equal for equal profiles."""
+        text = json.dumps(self.as_dict(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def check_group(self, nodes: Sequence[int], transport: str) -> None:
+        """Raise ArgumentError unless it is the profile of a group of these nodes, over this transport."""
+        if (self.nodes, self.transport) != (tuple(nodes), transport):
+            raise ArgumentError(
+                f"the profile is that of {len(self.nodes)} ranks on the nodes {list(self.nodes)} over "
+                f"{self.transport}, and this group has {len(nodes)} ranks on the nodes {list(nodes)} over {transport}; "
+                f"save one of this group by comm.profile().save(), or leave it out"
+            )
+
+
+def _curve(points: Any, density: Any) -> Curve:
+    found = tuple((_natural(count), _positive(seconds)) for count, seconds in points)
+    counts = [count for count, _ in found]
+    if not found or counts != sorted(set(counts)):
+        raise ValueError(f"a curve needs points with ascending numbers of elements, not {counts}")
+    return Curve(found, _positive(density))
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is not an integer from 0 on, with 63 bits")
+    return value
+
+
+def _positive(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{value!r} is not a positive number")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a call is made.
+
+    Attributes:
+        spec: of the call, with its codec and its algorithm.
+        predicted: codec, way and seconds of all that were compared, the fastest first; empty without a profile.
+    """
+
+    spec: CollectiveSpec
+    predicted: tuple[tuple[str, str, float], ...] = ()
+
+    def reason(self) -> str:
+        """The predicted times, in words; empty without a profile."""
+        if not self.predicted:
+            return ""
+        times = (f"{codec} by {way} {seconds * 1e3:.3g} ms" for codec, way, seconds in self.predicted)
+        needed = f"; a codec must save {MARGIN:.0%}" if len({codec for codec, _, _ in self.predicted}) > 1 else ""
+        return f"by the times of the group's profile: {', '.join(times)}{needed}"
+
+
+def choose(profile: GroupProfile, specs: Sequence[CollectiveSpec], node_ids: Sequence[int]) -> Choice | None:
+    """The fastest way to make one of these calls; None if the profile has no times for them.
+
+    ``specs`` are a call with one codec, or without a codec and with one. The codec is chosen if it saves at least
+    MARGIN of the time without it. A codec without times of its own is taken to need those of a plain call of as many
+    bytes. With equal arguments all ranks get the same choice.
+    """
+    kind = _kind_with_times(profile, specs[-1])
+    if kind is None:
+        return None
+    found = [_times(profile.times[kind], spec, ways(spec, node_ids)) for spec in specs]
+    if not all(found):
+        return None
+    plain, encoded = found[0][0], found[-1][0]
+    chosen = encoded if encoded.seconds <= plain.seconds * (1 - MARGIN) else plain
+    predicted = sorted((each for times in found for each in times), key=lambda each: each.seconds)
+    return Choice(chosen.spec, tuple((each.codec, each.way, each.seconds) for each in predicted))
+
+
+class _Way(NamedTuple):
+    """A way to make a call, and its predicted time."""
+
+    seconds: float
+    density: float
+    codec: str
+    way: str
+    spec: CollectiveSpec
+
+
+def _times(curves: Mapping[Label, Curve], spec: CollectiveSpec, found: Mapping[str, CollectiveSpec]) -> list[_Way]:
+    """The ways to make a call of which there are curves, the best one first."""
+    codec, count, prediction = spec.codec.spec(), spec.count, Prediction(curves)
+    if not any((codec, way) in curves for way in found):
+        codec, count = _PLAIN, -(-spec.codec.rounds[0].encoded_nbytes(count, spec.dtype) // spec.dtype.itemsize)
+    labels = {way: (codec, way) for way in found if (codec, way) in curves}
+    times = [
+        _Way(prediction.seconds(label, count), curves[label].density, spec.codec.spec(), way, found[way])
+        for way, label in labels.items()
+    ]
+    times.sort(key=lambda each: each.seconds)
+    if times and count > max(curves[label].points[-1][0] for label in labels.values()):
+        limit = times[0].seconds * (1 + _UNSURE)
+        times.sort(key=lambda each: (each.seconds > limit, each.density if each.seconds <= limit else 0, each.seconds))
+    return times
+
+
+def _kind_with_times(profile: GroupProfile, spec: CollectiveSpec) -> Kind | None:
+    """The kind of a call, or another one of its collective and element type, whose plain calls are like it."""
+    kind = kind_of(spec)
+    if kind in profile.times:
+        return kind
+    return next((each for each in sorted(profile.times) if each[:2] == kind[:2]), None)
