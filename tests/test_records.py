@@ -184,7 +184,9 @@ HOSTILE = [
     *(changed(group=3), changed(calls=None), changed(calls=[3]), changed(calls={}), changed(other=1)),
     *(changed_call(sequence="1"), changed_call(begun="now"), changed_call(missing=3), changed_call(missing=["1"])),
     *(changed_call(transfers=[[]]), changed_call(transfers=[{"peer": 1}]), changed_call(computes=1), changed_call(x=1)),
-    *(changed_call(state="asleep"), changed(written=None)),
+    *(changed_call(state="asleep"), changed(written=None), changed(written=float("nan")), changed(written=10**400)),
+    *(changed_call(begun=float("inf")), changed_call(still=float("nan")), changed_call(sequence=10**30)),
+    *(changed_call(missing=[True]), changed_call(missing=[-1]), changed_call(missing=[10**400])),
 ]
 
 

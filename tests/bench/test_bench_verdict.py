@@ -117,6 +117,18 @@ def test_a_deadline_has_the_word_before_who_gave_up_after_it():
     assert ranks == [1] and "rank 1 has not made call 5" in text
 
 
+def test_a_rank_far_ahead_has_made_the_call():
+    """Its record has its last calls only, and the oldest one that others have not ended is no longer among them."""
+    behind = record(0, ended(4), under_way(5, transfers=(receive(1),)), size=2)
+    ranks, text = verdict(behind, record(1, ended(7), under_way(8, transfers=(receive(0),)), size=2))
+    assert "has not made call" not in text and "from rank 1 to rank 0" in text and ranks == [0, 1]
+
+
+def test_a_reason_with_a_number_that_is_no_rank():
+    found = verdict(record(0, under_way(0, transfers=(receive(1),)), reason=f"rank {'9' * 5000} gave up: no"))
+    assert found[0] == [1]
+
+
 def test_a_rank_that_stood_still():
     """Others stood still for a moment, because the machine was busy."""
     waiting = [under_way(2, transfers=(receive(1),), still=0.3), under_way(2, transfers=(receive(2),), still=2.8)]
@@ -126,7 +138,7 @@ def test_a_rank_that_stood_still():
     assert ranks == [1]
     assert text == (
         f"rank 1 did not advance call 2, {TEXT} for 2.8 s, and ranks 0, 1 and 2 waited up to 3.0 s: its process was "
-        "stopped, or an operation or a signal handler took so long"
+        "stopped, or an operation, a signal handler or what the program did while the call was under way took so long"
     )
 
 

@@ -772,12 +772,6 @@ def test_each_part_of_a_section_is_told(capsys):
         {"c": 3},
     ]
 
-    def missing():
-        raise reports.Missing("no tool")
-
-    with pytest.raises(reports.Missing, match="no tool"):
-        reports.each_of({"a": missing, "b": fails})
-
 
 def test_help_comes_at_once(tmp_path):
     """Also where nothing is built, and nothing can be."""
