@@ -726,7 +726,7 @@ def test_a_case_that_ends_its_process_ends_no_other(monkeypatch, tmp_path, deadl
     if outcome == "all others":
         assert f"{every[5]}: wires[100] is" in text and "(2 of 7 cases" in text and figures["cases"] == 7
         assert ("operations", figures["operations"]) in told and figures["operations"] > 100
-        assert [each for name, each in told if name == "failed"][-1] == text.rpartition(" (2 of 7 cases")[0]
+        assert [each for name, each in told if name == "kernels"][-1] == "failed: " + text.rpartition(" (2 of 7")[0]
     else:
         assert figures["cases"] == codec_kernels._DEATHS == 4
 
@@ -742,6 +742,7 @@ import calls, reports
 def hangs_here():
     print("so far, so good", flush=True)
     reports.report("first", {"us": 12.3456789})
+    reports.report("second", "failed: a wrong byte")
     time.sleep(600)
 calls.dispatch = hangs_here
 """
@@ -750,8 +751,9 @@ calls.dispatch = hangs_here
     monkeypatch.setenv("QCCL_TEST_PATIENCE", "2")
     monkeypatch.setattr(check, "SECTIONS", {"dispatch": (dict, 4.0)})
     found = check.run_apart("dispatch", tmp_path / "logs")
-    assert found["status"] == "failed" and "not done after 4 s" in found["reason"]
-    assert found["figures"] == {"first": {"us": 12.35}}
+    assert found["status"] == "failed"
+    assert found["reason"].startswith("second failed: a wrong byte; then not done after 4 s: ")
+    assert found["figures"] == {"first": {"us": 12.35}, "second": "failed: a wrong byte"}
     for text in (found["reason"], (tmp_path / "logs" / "dispatch.txt").read_text()):
         assert "so far, so good" in text and "in hangs_here" in text
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from building import build
-from reports import PART, Missing, each_of, stacks_before
+from reports import FAILED, PART, Missing, each_of, stacks_before
 
 import qccl
 from qccl.cuda import libraries
@@ -160,7 +160,8 @@ def run_apart(name: str, logs: Path) -> dict[str, Any]:
         reason = f"exit status {process.returncode}" if in_time else f"not done after {limit:.0f} s"
         if process.returncode is None:
             reason += f", and its process {process.pid} did not end when it was killed"
-        result = {"status": "failed", "reason": f"{reason}: {said[-_MOST_KEPT:]}"}
+        before = [f"{name} {each}; then " for name, each in parts.items() if str(each).startswith(FAILED)]
+        result = {"status": "failed", "reason": f"{''.join(before)}{reason}: {said[-_MOST_KEPT:]}"}
         result["seconds"] = round(time.monotonic() - begin, 2)
     if result["status"] == "failed":
         print(said[-_MOST_PRINTED:], file=sys.stderr)

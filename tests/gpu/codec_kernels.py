@@ -19,7 +19,7 @@ import numpy as np
 from codec_table import ALL, TABLE
 from device import DeviceArray, Kernels, Mirror
 from kernel_calls import KINDS, hard_values
-from reports import report
+from reports import FAILED, report
 from sanitizer import on_case
 
 from qccl import codecs, dtypes
@@ -257,11 +257,11 @@ def check_apart(numbers: Sequence[int]) -> dict[str, Any]:
                     report("operations", compared)
                     if match[2]:
                         failed[number] = match[2]
-                        report("failed", _few(failed))
+                        report("kernels", FAILED + _few(failed))
         if left:  # it has ended early
             deaths, number = deaths + 1, left.pop(0)
             failed[number] = f"{every[number]}: its process ended with status {process.returncode}"
-            report("failed", _few(failed))
+            report("kernels", FAILED + _few(failed))
     figures: dict[str, Any] = {"operations": compared, "cases": len(numbers) - len(left)}
     if failed:
         if words := on_case(min(failed, key=list(numbers).index)):

@@ -9,10 +9,12 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["PART", "Missing", "each_of", "report", "stacks_before"]
+__all__ = ["FAILED", "PART", "Missing", "each_of", "report", "stacks_before"]
 
 #: begins a line of output with a part of a section's figures
 PART = "qccl-gpu-check-part: "
+#: begins what is reported of a part that has failed
+FAILED = "failed: "
 #: how long before its limit a process says where its threads are
 _EARLIER_SECONDS = 3.0
 
@@ -43,7 +45,7 @@ def each_of(checks: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
         except Exception as error:
             traceback.print_exc()
             failures.append(f"{name}: {type(error).__name__}: {error}")
-            report(name, f"failed: {error}")
+            report(name, f"{FAILED}{error}")
     if failures:
         raise AssertionError("; ".join(failures), figures)
     if missing:
