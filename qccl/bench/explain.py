@@ -38,7 +38,8 @@ def explain(files: Sequence[str], folder: str | None) -> None:
         for sentence in explained(records):
             click.echo(f"  {sentence}")
         if folder is not None:
-            _write_for_torch(Path(folder), records)
+            below = "" if len(groups) == 1 else "".join(c if c.isalnum() else "-" for c in f"{name} of {size}")
+            _write_for_torch(Path(folder, below), records)
 
 
 def explained(records: dict[int, GroupRecord]) -> Iterator[str]:
