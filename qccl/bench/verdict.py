@@ -76,7 +76,7 @@ class Stuck:
         return names(self.waiting)
 
 
-# -- the rules, of which the first that finds something has the word ---------------------------------------------------
+# -- the rules: the first one that finds something gives the verdict ---------------------------------------------------
 
 
 def _differ(stuck: Stuck) -> Iterator[Finding]:
