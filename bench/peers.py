@@ -11,10 +11,12 @@ error, the bias, and whether all ranks had the same bits. At the end a rank of e
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -53,7 +55,6 @@ REQUIREMENTS = {
     "gloo + FBGEMM int8": _TORCH,
     "hivemind uniform8": ("hivemind", "numpy<2"),  # with a newer NumPy it reports success, and averages nothing
     "torchft fp8": ("torchft", "numpy"),
-    "PCCL": ("pccl", "numpy"),
 }
 CODECS = ("none", "cast", "cast:dtype=bfloat16", "trellis8", "minmax8", "minmax4")
 _SYSTEMS = (*REQUIREMENTS, *(f"qccl {codec}" for codec in CODECS))
@@ -228,21 +229,22 @@ def _with_a_killed_rank(system: str, ranks: int = 3) -> dict[str, Any]:
         given = [(command, {"RANK": str(rank), "LOCAL_RANK": str(rank), **place}) for rank in range(ranks)]
         if is_mpi:
             given = [([str(Path(python).with_name("mpiexec")), *_as_root(system), "-n", str(ranks), *command], {})]
-        running = [
-            subprocess.Popen(command, env=_environment() | own, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            for command, own in given
-        ]
+        quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+        running = [subprocess.Popen(command, env=_environment() | own, **quiet) for command, own in given]
         try:
             ends = _wait(running, _SURVIVORS_SECONDS)
         finally:
+            statuses = [process.poll() for process in running]
             for process in running:
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with the processes that a system has started
                 process.wait()
         found = [_read(folder, rank) for rank in range(ranks - 1)]
     if is_mpi and ends:
         return {"outcome": "mpiexec ends all ranks"}
-    if any(each is None for each in found):
-        return {"outcome": "waits"}
+    silent = [statuses[rank % len(statuses)] for rank, each in enumerate(found) if each is None]
+    if silent:
+        return {"outcome": "waits"} if None in silent else {"outcome": "ended", "status": silent[0]}
     worst = max(found, key=lambda each: each.get("seconds", 0.0))
     kinds = ("wrong", "returned", "error", "raised")
     kind = next(kind for kind in kinds if any(kind in each for each in found))

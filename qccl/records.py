@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -34,6 +33,9 @@ FOLDER = "QCCL_RECORDS"
 FORMAT = 2
 #: no record of 1,024 calls is longer
 _MOST_BYTES = 256 << 20
+#: no number in a record is larger
+_MOST = 1 << 64
+_MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class GroupRecord:
             record = _checked(cls, {**given, "calls": calls})
         except (AttributeError, TypeError, ValueError, KeyError) as error:
             raise ArgumentError(f"this is no record of a rank ({error})") from error
-        if not 0 <= record.rank < record.size <= 1 << 20:
+        if not 0 <= record.rank < record.size <= _MOST_RANKS:
             raise ArgumentError(f"this is no record of a rank (rank {record.rank} of {record.size})")
         return record
 
@@ -130,8 +132,8 @@ def _shifted(call: CallRecord, shift: float) -> CallRecord:
 def _call(given: Any) -> CallRecord:
     transfers = tuple(_checked(TransferRecord, each) for each in _list(given.pop("transfers")))
     missing = tuple(_list(given.pop("missing")))
-    if not all(isinstance(rank, int) for rank in missing):
-        raise ValueError("missing ranks that are no numbers")
+    if not all(type(rank) is int and 0 <= rank < _MOST_RANKS for rank in missing):
+        raise ValueError("missing ranks that are no numbers of ranks")
     if given["state"] not in STATES:
         raise ValueError(f"the state {given['state']!r:.100}")
     return _checked(CallRecord, {**given, "transfers": transfers, "missing": missing})
@@ -151,18 +153,13 @@ _T = TypeVar("_T", GroupRecord, CallRecord, TransferRecord)
 
 
 def _checked(kind: type[_T], values: dict[str, Any]) -> _T:
-    """An object of a dataclass, whose simple fields have values of their types."""
+    """An object of a dataclass, whose simple fields have values of their types, and no infinite numbers or NaN."""
     for field in dataclasses.fields(kind):
-        allowed = _TYPES.get(str(field.type))
-        value = values[field.name]
-        if allowed and (type(value) not in allowed or not _is_finite(value)):
+        allowed, value = _TYPES.get(str(field.type)), values[field.name]
+        is_number = isinstance(value, (int, float))
+        if allowed and (type(value) not in allowed or (is_number and not -_MOST <= value <= _MOST)):
             raise ValueError(f"{field.name} is {value!r:.100}")
     return kind(**values)
-
-
-def _is_finite(value: Any) -> bool:
-    """Whether one can compute with a number: JSON has integers of any size, and Python's also NaN and infinity."""
-    return not isinstance(value, int | float) or abs(value) <= sys.float_info.max
 
 
 def _list(given: Any) -> list[Any]:

@@ -192,6 +192,8 @@ HOSTILE = [
         changed_call(begun=-(10**400)),
         changed_call(ended=math.inf),
     ),
+    *(changed_call(begun=float("inf")), changed_call(still=float("nan")), changed_call(sequence=10**30)),
+    *(changed_call(missing=[True]), changed_call(missing=[-1]), changed_call(missing=[10**400])),
 ]
 
 

@@ -17,6 +17,9 @@ from qccl.transports.strangers import printable
 
 __all__ = ["explain", "explained"]
 
+#: seconds in which the ranks of one run write their records, as a rule
+_ONE_RUN_SECONDS = 600.0
+
 
 @click.command(short_help="Say from the ranks' records who is behind, in which call, and why.")
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
@@ -30,31 +33,40 @@ def explain(files: Sequence[str], folder: str | None) -> None:
         groups = _groups(files)
     except (ArgumentError, OSError) as error:
         raise click.ClickException(str(error)) from error
-    for name, records in groups.items():
-        click.echo(f"{name}: records of {names(sorted(records))} of {max(record.size for record in records.values())}")
+    for (name, size), records in groups.items():
+        click.echo(f"{name}: records of {names(sorted(records))} of {size}")
         for sentence in explained(records):
             click.echo(f"  {sentence}")
         if folder is not None:
-            _write_for_torch(Path(folder), records)
+            below = "" if len(groups) == 1 else "".join(c if c.isalnum() else "-" for c in f"{name} of {size}")
+            _write_for_torch(Path(folder, below), records)
 
 
 def explained(records: dict[int, GroupRecord]) -> Iterator[str]:
     """Of a group's records by rank: who is behind, in which call and why, and what the ranks said."""
     for finding in findings(records):
         yield finding.text
+    newest = max(record.written for record in records.values())
+    for rank, record in sorted(records.items()):
+        if (older := newest - record.written) > _ONE_RUN_SECONDS:
+            yield f"rank {rank}'s record is {older:,.0f} s older than the newest: is it of an earlier run?"
     for rank, record in sorted(records.items()):
         if record.reason:
             yield f"rank {rank} wrote its record because: {printable(record.reason)}"
 
 
-def _groups(files: Sequence[str]) -> dict[str, dict[int, GroupRecord]]:
-    """The records by group and rank; of two of one rank the later one."""
-    groups: dict[str, dict[int, GroupRecord]] = defaultdict(dict)
+def _groups(files: Sequence[str]) -> dict[tuple[str, int], dict[int, GroupRecord]]:
+    """The records by group with its size, and by rank; of two of one rank the later one.
+
+    Groups of the same name and other sizes are of other runs.
+    """
+    groups: dict[tuple[str, int], dict[int, GroupRecord]] = defaultdict(dict)
     for path in files:
         record = read_record(path)
-        before = groups[printable(record.group)].setdefault(record.rank, record)
+        group = groups[printable(record.group), record.size]
+        before = group.setdefault(record.rank, record)
         if before.written < record.written:
-            groups[printable(record.group)][record.rank] = record
+            group[record.rank] = record
     return groups
 
 

@@ -65,7 +65,7 @@ def _entry(call: CallRecord, record: GroupRecord) -> dict[str, Any]:
 
 def _sizes(name: str, text: str, size: int) -> tuple[list[int], list[int]]:
     """Of the arrays that the rank gives and gets. Shards are padded to equal sizes, which the reader expects."""
-    given = re.search(r"count=(\d+)", text)
+    given = re.search(r"count=([0-9]{1,19})\b", text)
     if given is None:
         return [], []
     count = int(given[1])

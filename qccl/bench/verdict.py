@@ -13,7 +13,7 @@ from qccl.transports.strangers import printable
 __all__ = ["Finding", "findings", "names"]
 
 #: how the errors begin that name the rank on which the group has ended (errors.py, host/engine.py, transports/)
-_ENDED_BY = re.compile(r"rank (\d+) (?:gave up|was lost|ended its process|has closed|closed the group)")
+_ENDED_BY = re.compile(r"rank ([0-9]{1,7}) (?:gave up|was lost|ended its process|has closed|closed the group)")
 #: errors of ranks that have waited for others, or differ from them
 _WAITED = re.compile(r"reached the deadline|do not agree")
 #: A rank stood still if it did not advance the call for this part of the time that the others waited.
@@ -47,6 +47,7 @@ class Stuck:
 
     Attributes:
         records: of the group, by rank.
+        number: of the call.
         calls: the ranks' records of this call, without those that have not made it.
         waiting: the ranks that have begun it and not ended it.
         text: its number and arguments.
@@ -56,7 +57,7 @@ class Stuck:
     """
 
     def __init__(self, records: Mapping[int, GroupRecord], number: int) -> None:
-        self.records = records
+        self.records, self.number = records, number
         self.calls = {rank: call for rank, record in sorted(records.items()) if (call := _find(record, number))}
         self.waiting = [rank for rank, call in self.calls.items() if call.state != "ended"]
         self.text = f"call {number}, {printable(self.calls[self.waiting[0]].text)}"
@@ -75,7 +76,7 @@ class Stuck:
         return names(self.waiting)
 
 
-# -- the rules, of which the first that finds something has the word ---------------------------------------------------
+# -- the rules: the first one that finds something gives the verdict ---------------------------------------------------
 
 
 def _differ(stuck: Stuck) -> Iterator[Finding]:
@@ -117,7 +118,8 @@ def _stood_still(stuck: Stuck) -> Iterator[Finding]:
             yield Finding(
                 (rank,),
                 f"rank {rank} did not advance {stuck.text} for {call.still:.1f} s, and {stuck.names()} waited up "
-                f"to {stuck.since:.1f} s: its process was stopped, or an operation or a signal handler took so long",
+                f"to {stuck.since:.1f} s: its process was stopped, or an operation, a "
+                "signal handler or what the program did while the call was under way took so long",
             )
 
 
@@ -126,6 +128,8 @@ def _late(stuck: Stuck) -> Iterator[Finding]:
     waited_for = f"{stuck.names()} waited for {stuck.since:.1f} s"
     for rank, record in sorted(stuck.records.items()):
         if rank not in stuck.calls:
+            if record.calls and record.calls[-1].sequence > stuck.number:
+                continue  # it has ended the call, and made so many since that its record no longer has it
             yield Finding((rank,), f"rank {rank} has not made {stuck.text}, in which {waited_for}: {_doing(record)}")
         elif rank in stuck.missing and stuck.waited(rank) < _STILL * stuck.since:
             yield Finding(
@@ -262,7 +266,7 @@ def _before(record: GroupRecord, call: CallRecord) -> str:
 
 
 def _size(records: Mapping[int, GroupRecord]) -> int:
-    return max(record.size for record in records.values())
+    return next(iter(records.values())).size
 
 
 def _oldest_call(records: Mapping[int, GroupRecord]) -> int | None:

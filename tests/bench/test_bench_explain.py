@@ -81,11 +81,31 @@ def test_no_call_is_under_way():
 
 
 def test_texts_of_files_do_not_control_the_terminal(tmp_path):
-    record = next(iter(records([dataclasses.replace(under_way(0), text="\x1b[2Jallreduce()")]).values()))
+    text = f"\x1b[2Jallreduce(count={'9' * 5000})"
+    record = next(iter(records([dataclasses.replace(under_way(0), text=text)]).values()))
     path = tmp_path / "record.json"
     path.write_text(json.dumps(dataclasses.replace(record, reason="\x07", group="\x1b]0;x").as_dict()))
-    done = CliRunner().invoke(main, ["explain", str(path)])
+    done = CliRunner().invoke(main, ["explain", str(path), "--torch", str(tmp_path / "torch")])
     assert done.exit_code == 0 and "\x1b" not in done.output and "\x07" not in done.output
+
+
+def test_records_of_earlier_runs(tmp_path):
+    """The folder was not emptied: a run of more ranks is shown apart, and an old record in place of none is noticed."""
+    (new,) = records([under_way(0)]).values()
+    others = {
+        "old": dataclasses.replace(new, rank=1, size=2, written=new.written - 3600),
+        "larger": dataclasses.replace(new, rank=3, size=4),
+        "new": dataclasses.replace(new, size=2),
+    }
+    for name, record in others.items():
+        (tmp_path / name).write_text(json.dumps(record.as_dict()))
+    files, torch = [str(tmp_path / name) for name in others], tmp_path / "torch"
+    done = CliRunner().invoke(main, ["explain", *files, "--torch", str(torch)])
+    written = sorted(str(path.relative_to(torch)) for path in torch.glob("*/*"))
+    assert written == ["group-0-of-2/rank_0", "group-0-of-2/rank_1", "group-0-of-4/rank_3"]
+    assert done.exit_code == 0, done.output
+    assert "group 0: records of ranks 0 and 1 of 2\n" in done.output and "records of rank 3 of 4\n" in done.output
+    assert done.output.count("rank 1's record is 3,600 s older than the newest: is it of an earlier run?") == 1
 
 
 def test_records_of_real_ranks(tmp_path, monkeypatch):

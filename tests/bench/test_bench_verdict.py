@@ -111,10 +111,22 @@ def test_ctrl_c_on_all_ranks_is_not_the_reason():
     assert ranks == [2] and "rank 2 has not made call 5" in text
 
 
-def test_a_deadline_has_the_word_before_who_gave_up_after_it():
+def test_a_deadline_comes_before_who_gave_up_after_it():
     waiting = record(0, under_way(5, missing=(1,)), reason=LATE, size=2)
     ranks, text = verdict(waiting, record(1, ended(4), reason="rank 1 gave up: RuntimeError: too late", size=2))
     assert ranks == [1] and "rank 1 has not made call 5" in text
+
+
+def test_a_rank_far_ahead_has_made_the_call():
+    """Its record has its last calls only, and the oldest one that others have not ended is no longer among them."""
+    behind = record(0, ended(4), under_way(5, transfers=(receive(1),)), size=2)
+    ranks, text = verdict(behind, record(1, ended(7), under_way(8, transfers=(receive(0),)), size=2))
+    assert "has not made call" not in text and "from rank 1 to rank 0" in text and ranks == [0, 1]
+
+
+def test_a_reason_with_a_number_that_is_no_rank():
+    found = verdict(record(0, under_way(0, transfers=(receive(1),)), reason=f"rank {'9' * 5000} gave up: no"))
+    assert found[0] == [1]
 
 
 def test_a_rank_that_stood_still():
@@ -126,7 +138,7 @@ def test_a_rank_that_stood_still():
     assert ranks == [1]
     assert text == (
         f"rank 1 did not advance call 2, {TEXT} for 2.8 s, and ranks 0, 1 and 2 waited up to 3.0 s: its process was "
-        "stopped, or an operation or a signal handler took so long"
+        "stopped, or an operation, a signal handler or what the program did while the call was under way took so long"
     )
 
 
@@ -142,13 +154,13 @@ def test_a_rank_that_made_the_call_when_the_others_had_given_up():
     )
 
 
-def test_a_late_rank_has_the_word_before_one_that_a_busy_machine_held_up():
+def test_a_late_rank_comes_before_one_that_a_busy_machine_held_up():
     waiting = under_way(2, missing=(0,), still=2.0)
     found = verdict(record(0, ended(1), under_way(2, begun=99.9), reason=LATE), record(2, waiting, reason=LATE))
     assert found[0] == [0]
 
 
-def test_a_rank_that_stood_still_has_the_word_before_one_without_a_record():
+def test_a_rank_that_stood_still_comes_before_one_without_a_record():
     waiting = under_way(2, transfers=(receive(1), receive(2)))
     found = verdict(record(0, waiting, reason=LATE), record(1, under_way(2, still=2.8), reason=LATE))
     assert found[0] == [1]

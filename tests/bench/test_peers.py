@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -48,8 +49,32 @@ def test_ranks_find_the_error_of_a_system(system, least, most, tmp_path):
 
 
 def test_what_a_system_raises_is_its_result(tmp_path):
-    found = ranks("PCCL", tmp_path, free_ports(2))
+    found = ranks("hivemind uniform8", tmp_path, free_ports(2))
     assert all("ModuleNotFoundError" in each["error"] for each in found)
+
+
+#: ranks that are killed in a call: the last one by itself; what the first one does is the parameter
+_ENDING = """
+import json, os, sys, time
+rank, folder = int(os.environ["RANK"]), json.loads(sys.argv[1])["folder"]
+if rank == 0:
+    {first}
+if rank == 1:
+    with open(folder + "/rank-1.json", "w") as file:
+        json.dump({{"seconds": 0.1, "raised": "lost"}}, file)
+"""
+
+
+@pytest.mark.parametrize(("first", "outcome"), [("os.abort()", "ended"), ("time.sleep(60)", "waits")])
+def test_a_rank_that_ends_without_a_word_does_not_wait(first, outcome, tmp_path, monkeypatch):
+    import peers
+
+    program = tmp_path / "rank.py"
+    program.write_text(_ENDING.format(first=first))
+    monkeypatch.setattr(peers, "_RANK", str(program))
+    monkeypatch.setattr(peers, "_SURVIVORS_SECONDS", 20 * patience.factor() if outcome == "ended" else 1.0)
+    found = peers._with_a_killed_rank("qccl none")
+    assert found == {"outcome": outcome, **({"status": -signal.SIGABRT} if outcome == "ended" else {})}
 
 
 def test_error_and_bias():
@@ -73,6 +98,8 @@ def test_a_system_is_compared_with_the_fastest_codec_that_is_as_exact():
 
     rows = [
         row("gloo", 3e-8, 4.0),
+        row("exact to three digits", 1e-3, 4.0, ranks=3),
+        row("qccl cast", 2e-3, 2.5, ranks=3),
         row("gloo bf16", 3e-3, 2.0),
         row("qccl none", 4e-8, 3.0),
         row("qccl cast", 2e-3, 2.5),
@@ -82,6 +109,7 @@ def test_a_system_is_compared_with_the_fastest_codec_that_is_as_exact():
     found = {theirs["system"]: own["seconds"] for theirs, own in comparisons({"rows": rows})}
     assert found == {"gloo": 3.0, "gloo bf16": 2.5}
     text = verdict({"rows": rows})
+    assert "1 further calls had a smaller error" in text and "at most 5% larger" in text
     assert (
         "compared 2 times" in text and "faster 1 times" in text and "| gloo bf16 | 2 x 1gbit | 4M | 2e+03 ms |" in text
     )

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -244,12 +245,43 @@ def test_sections_fail_by_name(monkeypatch):
     def missing():
         raise check.Missing("there is no compute-sanitizer")
 
-    monkeypatch.setattr(check, "SECTIONS", {"a": (fails, 1), "b": (missing, 1), "c": (lambda: {"x": 1}, 1)})
-    found = {name: check.run_section(name) for name in "abc"}
+    def no_file():
+        os.stat("/nonexistent")
+
+    sections = {"a": (fails, 1), "b": (missing, 1), "c": (lambda: {"x": 1}, 1), "d": (no_file, 1)}
+    monkeypatch.setattr(check, "SECTIONS", sections)
+    found = {name: check.run_section(name) for name in sections}
     assert found["a"]["status"] == "failed" and found["a"]["figures"] == {"copy_gb_per_s": 3000}
     assert "AssertionError: below 85%" in found["a"]["reason"]
     assert found["b"]["status"] == "not run" and "compute-sanitizer" in found["b"]["reason"]
     assert found["c"]["figures"] == {"x": 1} and found["c"]["status"] == "passed"
+    assert "No such file or directory: '/nonexistent'" in found["d"]["reason"] and "figures" not in found["d"]
+
+
+def test_a_failure_counts_beside_a_check_that_cannot_run():
+    from reports import Missing, each_of
+
+    def fails():
+        raise AssertionError("a race")
+
+    def missing():
+        raise Missing("no tool")
+
+    checks = {"first": fails, "second": missing, "third": lambda: 3}
+    with pytest.raises(AssertionError, match="first: AssertionError: a race") as failed:
+        each_of(checks)
+    assert failed.value.args[1] == {"third": 3}
+    with pytest.raises(Missing, match="second: no tool"):
+        each_of({name: checks[name] for name in ("second", "third")})
+
+
+def test_results_behind_the_words_of_a_library(tmp_path):
+    """What it wrote without the end of a line stands before the result, in the same line."""
+    import check
+
+    log = tmp_path / "log"
+    log.write_text(f'x{check.PART}{{"a": 1}}\n{check.PART}{{"b": \nw{check._RESULT}{{"status": "passed"}}\nend\n')
+    assert check._read(log) == ({"status": "passed"}, {"a": 1}, f'x\n{check.PART}{{"b": \nw\nend')
 
 
 def test_a_section_in_a_process_of_its_own(tmp_path):
@@ -574,6 +606,28 @@ def test_a_section_that_takes_too_long_ends_with_all_that_it_started(monkeypatch
     _wait_for_end(int((tmp_path / "child").read_text()))
 
 
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_a_section_whose_process_cannot_be_killed(monkeypatch, tmp_path):
+    """A driver may keep it from ending. The next sections still run."""
+    import check
+
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(check.sys, "executable", str(program))
+    monkeypatch.setattr(check, "SECTIONS", {"slow": (dict, 0.5)})
+    monkeypatch.setattr(check, "_KILL_SECONDS", 0.5)
+    leaders = []
+    monkeypatch.setattr(check, "_kill_group", leaders.append)
+    try:
+        found = check.run_apart("slow", tmp_path / "logs")
+        assert "not done after 0 s, and its process" in found["reason"] and "did not end" in found["reason"]
+    finally:
+        for leader in leaders:
+            os.killpg(leader, signal.SIGKILL)
+            os.waitpid(leader, 0)
+
+
 #: stands for compute-sanitizer: runs the program on the fake GPU, and finds what is planted, or what it is told to
 _SANITIZER = """#!/bin/sh
 echo "$@" >>{folder}/calls
@@ -672,6 +726,7 @@ def test_a_case_that_ends_its_process_ends_no_other(monkeypatch, tmp_path, deadl
     if outcome == "all others":
         assert f"{every[5]}: wires[100] is" in text and "(2 of 7 cases" in text and figures["cases"] == 7
         assert ("operations", figures["operations"]) in told and figures["operations"] > 100
+        assert [each for name, each in told if name == "kernels"][-1] == "failed: " + text.rpartition(" (2 of 7")[0]
     else:
         assert figures["cases"] == codec_kernels._DEATHS == 4
 
@@ -687,6 +742,7 @@ import calls, reports
 def hangs_here():
     print("so far, so good", flush=True)
     reports.report("first", {"us": 12.3456789})
+    reports.report("second", "failed: a wrong byte")
     time.sleep(600)
 calls.dispatch = hangs_here
 """
@@ -695,8 +751,9 @@ calls.dispatch = hangs_here
     monkeypatch.setenv("QCCL_TEST_PATIENCE", "2")
     monkeypatch.setattr(check, "SECTIONS", {"dispatch": (dict, 4.0)})
     found = check.run_apart("dispatch", tmp_path / "logs")
-    assert found["status"] == "failed" and "not done after 4 s" in found["reason"]
-    assert found["figures"] == {"first": {"us": 12.35}}
+    assert found["status"] == "failed"
+    assert found["reason"].startswith("second failed: a wrong byte; then not done after 4 s: ")
+    assert found["figures"] == {"first": {"us": 12.35}, "second": "failed: a wrong byte"}
     for text in (found["reason"], (tmp_path / "logs" / "dispatch.txt").read_text()):
         assert "so far, so good" in text and "in hangs_here" in text
 
@@ -716,12 +773,6 @@ def test_each_part_of_a_section_is_told(capsys):
         {"b": "failed: a bug"},
         {"c": 3},
     ]
-
-    def missing():
-        raise reports.Missing("no tool")
-
-    with pytest.raises(reports.Missing, match="no tool"):
-        reports.each_of({"a": missing, "b": fails})
 
 
 def test_help_comes_at_once(tmp_path):

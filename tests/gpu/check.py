@@ -26,17 +26,21 @@ from pathlib import Path
 from typing import Any
 
 from building import build
-from reports import PART, Missing, each_of, stacks_before
+from reports import FAILED, PART, Missing, each_of, stacks_before
 
 import qccl
 from qccl.cuda import libraries
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _RESULT = "qccl-gpu-check-result: "
+#: what a section tells; before it may stand the words of a library that ended no line
+_TOLD = re.compile(f"({PART}|{_RESULT})(.*)")
 #: characters of an error in the output, of which some machines return only the end
 _MOST_PRINTED = 1000
 #: characters of the output of a section that has no result, kept in its result
 _MOST_KEPT = 3000
+#: seconds in which a killed process must end
+_KILL_SECONDS = 10.0
 
 
 def _of(module: str, function: str) -> Callable[[], dict[str, Any]]:
@@ -89,8 +93,8 @@ SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
     "sanitizer": (_of("sanitizer", "one_case_each"), 60),
     "profile": (_of("triage", "profile"), 50),
 }
-#: a machine may be available for ten minutes at a time only, so each run takes at most eight, and the triage five:
-#: the limits of the run's sections; besides the time in which building.py compiles the extension, where there is none
+#: A machine may be available for ten minutes at a time only. So the limits of a run's sections are six and a half
+#: minutes together, and those of the triage five. Where there is no extension, building.py takes up to 100 s more.
 RUNS = {
     "1": ("kernels", "streams", "graphs", "dispatch", "overlap", "bandwidth"),
     "2": ("staged", "ranks", "faults", "torch", "jax", "large"),
@@ -112,9 +116,11 @@ def run_section(name: str) -> dict[str, Any]:
     except Missing as error:
         result = {"status": "not run", "reason": str(error)}
     except Exception as error:
-        result = {"status": "failed", "reason": f"{type(error).__name__}: {error.args[0] if error.args else error}"}
-        if len(error.args) > 1:
-            result["figures"] = _rounded(error.args[1])
+        reason: Any = error
+        result = {"status": "failed"}
+        if isinstance(error, AssertionError) and len(error.args) == 2:  # a check's failure, with its figures
+            reason, result["figures"] = error.args[0], _rounded(error.args[1])
+        result["reason"] = f"{type(error).__name__}: {reason}"
         traceback.print_exc()
     return result | {"seconds": round(time.monotonic() - begin, 2)}
 
@@ -147,11 +153,15 @@ def run_apart(name: str, logs: Path) -> dict[str, Any]:
             process.wait(limit)
         except subprocess.TimeoutExpired:
             in_time = False
-    status = process.wait(30)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may keep it from ending: the next sections run
+        process.wait(_KILL_SECONDS)
     result, parts, said = _read(log)
     if result is None:
-        reason = f"exit status {status}" if in_time else f"not done after {limit:.0f} s"
-        result = {"status": "failed", "reason": f"{reason}: {said[-_MOST_KEPT:]}"}
+        reason = f"exit status {process.returncode}" if in_time else f"not done after {limit:.0f} s"
+        if process.returncode is None:
+            reason += f", and its process {process.pid} did not end when it was killed"
+        before = [f"{name} {each}; then " for name, each in parts.items() if str(each).startswith(FAILED)]
+        result = {"status": "failed", "reason": f"{''.join(before)}{reason}: {said[-_MOST_KEPT:]}"}
         result["seconds"] = round(time.monotonic() - begin, 2)
     if result["status"] == "failed":
         print(said[-_MOST_PRINTED:], file=sys.stderr)
@@ -164,16 +174,15 @@ def _read(log: Path) -> tuple[dict[str, Any] | None, dict[str, Any], str]:
     """The result of a section, the parts of its figures that it has told, and all else that it said."""
     result, parts, rest = None, dict[str, Any](), []
     for line in log.read_text(errors="replace").splitlines():
+        told = _TOLD.search(line)
         try:
-            if line.startswith(PART):
-                parts |= _rounded(json.loads(line.removeprefix(PART)))
-                continue
-            if line.startswith(_RESULT):
-                result = json.loads(line.removeprefix(_RESULT))
-                continue
+            if told and told[1] == PART:
+                parts |= _rounded(json.loads(told[2]))
+            elif told:
+                result = json.loads(told[2])
         except ValueError:  # the process was ended while it wrote it
-            pass
-        rest.append(line)
+            told = None
+        rest += [line] if told is None else filter(None, [line[: told.start()]])
     return result, parts, "\n".join(rest)
 
 

@@ -11,7 +11,7 @@ import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from codec_table import ALL, TABLE
 from device import DeviceArray, Kernels, Mirror
 from kernel_calls import KINDS, hard_values
-from reports import report
+from reports import FAILED, report
 from sanitizer import on_case
 
 from qccl import codecs, dtypes
@@ -257,17 +257,23 @@ def check_apart(numbers: Sequence[int]) -> dict[str, Any]:
                     report("operations", compared)
                     if match[2]:
                         failed[number] = match[2]
+                        report("kernels", FAILED + _few(failed))
         if left:  # it has ended early
             deaths, number = deaths + 1, left.pop(0)
             failed[number] = f"{every[number]}: its process ended with status {process.returncode}"
-            report("failed", failed[number])
+            report("kernels", FAILED + _few(failed))
     figures: dict[str, Any] = {"operations": compared, "cases": len(numbers) - len(left)}
     if failed:
         if words := on_case(min(failed, key=list(numbers).index)):
             figures["compute-sanitizer"] = words
-        few = "; ".join([*failed.values()][:5])
-        raise AssertionError(f"{few} ({len(failed)} of {figures['cases']} cases; stderr has the errors)", figures)
+        text = f"{_few(failed)} ({len(failed)} of {figures['cases']} cases; stderr has the errors)"
+        raise AssertionError(text, figures)
     return figures
+
+
+def _few(failed: Mapping[int, str]) -> str:
+    """What the first cases said that failed."""
+    return "; ".join([*failed.values()][:5])
 
 
 def plant(mistake: str) -> None:

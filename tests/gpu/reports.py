@@ -9,10 +9,12 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["PART", "Missing", "each_of", "report", "stacks_before"]
+__all__ = ["FAILED", "PART", "Missing", "each_of", "report", "stacks_before"]
 
 #: begins a line of output with a part of a section's figures
 PART = "qccl-gpu-check-part: "
+#: begins what is reported of a part that has failed
+FAILED = "failed: "
 #: how long before its limit a process says where its threads are
 _EARLIER_SECONDS = 3.0
 
@@ -28,22 +30,26 @@ def report(name: str, figures: Any) -> Any:
 
 
 def each_of(checks: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Make all checks, also after one has failed, and report each; their figures by name.
+    """Make all checks, also after one has failed or cannot run, and report each; their figures by name.
 
-    Raises AssertionError with the failures, and the figures of the others.
+    Raises AssertionError with the failures, and the figures of the others; if none has failed, Missing with the checks
+    that cannot run.
     """
-    figures, failures = {}, []
+    figures, failures, missing = {}, [], []
     for name, check in checks.items():
         try:
             figures[name] = report(name, check())
-        except Missing:
-            raise
+        except Missing as error:
+            missing.append(f"{name}: {error}")
+            report(name, f"not run: {error}")
         except Exception as error:
             traceback.print_exc()
             failures.append(f"{name}: {type(error).__name__}: {error}")
-            report(name, f"failed: {error}")
+            report(name, f"{FAILED}{error}")
     if failures:
         raise AssertionError("; ".join(failures), figures)
+    if missing:
+        raise Missing("; ".join(missing))
     return figures
 
 
