@@ -40,11 +40,20 @@ def report(document: Document) -> str:
         parts += [title, "\n".join(_times(document, network, ranks))]
     parts += ["What a call sends and loses:", "\n".join(_qualities(document))]
     parts += ["A rank of three is killed in a call of 16 MiB; the others:", "\n".join(_ends(document))]
-    if document["missing"]:
-        rows = ((system, reason.replace("|", "/")) for system, reason in document["missing"].items())
-        parts += ["Not measured:", "\n".join(table(("system", "because"), rows))]
+    if document["failures"]:
+        parts += ["Not measured:", "\n".join(table(("system", "ranks and link", "because"), _failures(document)))]
     versions = ", ".join(f"{name} {version}" for name, version in sorted(document["versions"].items()))
     return "\n\n".join([*parts, f"Versions: {versions}.", measured_on(document["machine"])])
+
+
+def _failures(document: Document) -> Iterator[tuple[str, str, str]]:
+    """Each system's errors, with the places where it failed so."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for each in document["failures"]:
+        place = f"{each['ranks']} x {each['network']}" if each["ranks"] else "not installed"
+        places.setdefault((each["system"], each["error"].replace("|", "/")), []).append(place)
+    for (system, error), where in places.items():
+        yield system, ", ".join(where), error
 
 
 def _places(document: Document) -> list[tuple[str, int]]:

@@ -80,7 +80,7 @@ def main(**given: Any) -> None:
     """Install, measure, and print tables."""
     path = _RESULTS / f"peers-{date.today().isoformat()}.json"
     document = json.loads(path.read_text(encoding="utf-8")) if given["resume"] and path.exists() else {}
-    document = {"machine": machine(), "versions": {}, "rows": [], "ends": [], "missing": {}} | document
+    document = {"machine": machine(), "versions": {}, "rows": [], "ends": [], "failures": []} | document
     for _ in _measured(document, given):
         if given["save"]:
             path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -93,24 +93,26 @@ def main(**given: Any) -> None:
 
 def _measured(document: dict[str, Any], given: dict[str, Any]) -> Iterator[None]:
     """Add to the document what it lacks."""
-    systems = given["systems"].split(",")
+    systems, failures = given["systems"].split(","), document["failures"]
     for system in systems:
         if system in REQUIREMENTS and (reason := _install(system, document["versions"])):
-            document["missing"][system] = reason
+            failures.append({"system": system, "network": "", "ranks": 0, "error": reason})
+    failed = {each["system"] for each in failures if not each["ranks"]}
+    systems = [system for system in systems if system not in failed]
     sizes = [parse_size(size) for size in given["sizes"].split(",")]
     networks = itertools.product(given["networks"].split(","), map(int, given["ranks"].split(",")))
     for (network, ranks), system in itertools.product(networks, systems):
         place = {"network": network, "ranks": ranks, "system": system}
-        if system in document["missing"] or _has(document["rows"], place):
+        if _has(document["rows"], place) or _has(failures, place):
             continue
         print(f"{network}, {ranks} ranks: {system}", file=sys.stderr, flush=True)
         found = _behind_a_network(place, sizes)
-        if "error" in found:
-            document["missing"][system] = found["error"]
+        failures += [place | found] if "error" in found else []
         document["rows"] += [place | row for row in found.get("rows", [])]
         yield
     for system in systems:
-        if system not in document["missing"] and not _has(document["ends"], {"system": system}):
+        has_run = _has(document["rows"], {"system": system})
+        if has_run and not _has(document["ends"], {"system": system}):
             print(f"a rank is killed: {system}", file=sys.stderr, flush=True)
             document["ends"].append({"system": system, **_with_a_killed_rank(system)})
             yield

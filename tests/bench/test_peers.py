@@ -119,3 +119,15 @@ def test_a_system_that_qccl_cannot_match_is_not_compared():
     from peer_report import comparisons
 
     assert not list(comparisons({"rows": [row("other", 1e-4, 1.0), row("qccl minmax8", 9e-3, 0.5)]}))
+
+
+def test_failures_are_listed_with_their_places():
+    from peer_report import _failures
+
+    failures = [
+        {"system": "a", "network": "1gbit", "ranks": ranks, "error": "TimeoutError: 3|4"} for ranks in (2, 4)
+    ] + [{"system": "b", "network": "", "ranks": 0, "error": "no such package"}]
+    assert list(_failures({"failures": failures})) == [
+        ("a", "2 x 1gbit, 4 x 1gbit", "TimeoutError: 3/4"),
+        ("b", "not installed", "no such package"),
+    ]
