@@ -36,6 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "guard": set(),
     "launchers": {"errors"},
     "records": {"engine", "errors", "files"},
+    "statistics": {"engine"},
+    "metrics": {"engine", "errors", "lifetime", "statistics", "transports"},
     "saved": {"errors", "files"},
     "tensors": {"errors"},
     "arrays": {"_host", "dtypes", "errors", "scalars", "tensors"},
@@ -62,7 +64,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "programs": {"_host", "collectives", "engine", "schedule", "state"},
     "state": {"codecs", "dtypes", "engine", "errors", "scalars"},
-    "session": {"arrays", "collectives", "engine", "errors", "guard", "lifetime", "programs", "records", "state"},
+    "session": {
+        *("arrays", "collectives", "engine", "errors", "guard", "lifetime", "programs", "records", "state"),
+        *("metrics", "statistics"),
+    },
     "work": {"arguments", "engine", "errors", "guard", "session"},
     "methods": {"arrays", "collectives", "dtypes", "errors", "options"},
     "calls": {
@@ -71,7 +76,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "communicator": {
         *("arguments", "host", "cuda", "calls", "codecs", "dtypes", "engine", "errors", "arrays", "plan", "guard"),
-        *("collectives", "meetings", "programs", "records", "session", "state", "transports"),
+        *("collectives", "meetings", "metrics", "programs", "records", "session", "state", "statistics", "transports"),
     },
     "pointers": {
         *("arguments", "arrays", "calls", "collectives", "communicator", "dtypes", "errors", "methods", "options"),
@@ -131,7 +136,8 @@ MAY_IMPORT["bench"] = {
         "errors",
         "files",
     ),
-    *("launch", "launchers", "meetings", "plan", "records", "scalars", "schedule", "trace", "transports"),
+    *("launch", "launchers", "meetings", "metrics", "plan", "records", "scalars", "schedule", "statistics", "trace"),
+    "transports",
 }
 
 #: other packages that files (or all files of a folder) may import

@@ -23,7 +23,8 @@ class Recorder {
 
   Recorder() : entries_(kRuns) {}
 
-  void begin(const Run& run) {
+  // Returns the time, as end() does.
+  double begin(const Run& run) {
     Entry& entry = at(run.sequence());
     entry.sequence = run.sequence();
     entry.call = run.call();
@@ -33,9 +34,10 @@ class Recorder {
     entry.received = run.steps().received();
     entry.begun = seconds();
     entry.ended = 0;
+    return entry.begun;
   }
 
-  void end(std::uint64_t sequence) { at(sequence).ended = seconds(); }
+  double end(std::uint64_t sequence) { return at(sequence).ended = seconds(); }
 
   // From the oldest on; `next`: the number of the next run. The first has the number 0.
   std::vector<Entry> entries(std::uint64_t next) const {
