@@ -52,6 +52,7 @@ _MOST_REQUEST_BYTES = 8192
 #: between two looks at whether the communicators still exist
 _LOOK_SECONDS = 1.0
 _BACKLOG = 8
+_LAST_PORT = 65535
 
 
 def check_setting() -> None:
@@ -89,7 +90,7 @@ def serve(statistics: Statistics, local_rank: int, *, is_thread: bool) -> Endpoi
         if endpoint is None:
             try:
                 endpoint = Endpoint((host, port + local_rank))
-            except (OSError, OverflowError) as error:
+            except OSError as error:
                 _LOG.warning("no metrics at %s: %s", place_text((host, port + local_rank)), error)
                 return None
         endpoint.add(statistics)
@@ -106,6 +107,8 @@ class Endpoint:
 
     def __init__(self, place: Place) -> None:
         """Raises OSError if the port cannot be opened."""
+        if place[1] > _LAST_PORT:
+            raise OSError(f"the last port is {_LAST_PORT}")
         family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
         self._listener = socket.create_server(place, family=family, backlog=_BACKLOG)
         self._listener.settimeout(_LOOK_SECONDS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import click
 
@@ -66,25 +66,23 @@ def lines(places: Sequence[Place], before: Sequence[Sample], now: Sequence[Sampl
     yield from silent
 
 
-class _Rates(NamedTuple):
-    """Of one rank, per second: by name of the counter, and the codec that has sent most."""
-
-    codec: str
-    of: Callable[[str], float]
-
-
 def _row(place: Place, rank: Rank, first: Sample, last: Sample) -> tuple[str, ...]:
-    rates = _rates(rank, first, last)
-    raw, sent = rates.of("qccl_raw_bytes_total"), rates.of("qccl_sent_bytes_total")
-    is_timed = any("qccl_call_seconds_total" in each for each in last.counters.get(rank, {}).values())
-    shares = (rates.of("qccl_computing_seconds_total"), rates.of("qccl_waiting_seconds_total"))
+    increases = _increases(rank, first, last)
+    seconds = last.time - first.time
+
+    def rate(name: str) -> float:
+        return sum(of_codec[name] for of_codec in increases.values()) / seconds if seconds > 0 else 0.0
+
+    raw, sent = rate("qccl_raw_bytes_total"), rate("qccl_sent_bytes_total")
+    is_timed = any("qccl_call_seconds_total" in of_codec for of_codec in increases.values())
+    shares = rate("qccl_computing_seconds_total"), rate("qccl_waiting_seconds_total")
     group, number = rank
     return (
         place_text(place),
         printable(group),
         f"{printable(number)} of {last.sizes[rank]}",
-        printable(rates.codec),
-        f"{rates.of('qccl_calls_total'):.1f}",
+        printable(_codecs(increases)),
+        f"{rate('qccl_calls_total'):.1f}",
         with_unit(raw),
         with_unit(sent),
         f"{raw / sent:.2f}" if sent else "-",
@@ -92,20 +90,28 @@ def _row(place: Place, rank: Rank, first: Sample, last: Sample) -> tuple[str, ..
     )
 
 
-def _rates(rank: Rank, first: Sample, last: Sample) -> _Rates:
-    """Since ``first``; zeros where the endpoint did not answer then, because the job may have run for long before."""
-    seconds = last.time - first.time
+def _increases(rank: Rank, first: Sample, last: Sample) -> dict[str, Counter[str]]:
+    """By codec and counter, what was added since ``first``.
+
+    Nothing where the endpoint did not answer then, because the job may have run for long before, and where another job
+    has taken its place.
+    """
     old, new = first.counters.get(rank, {}), last.counters.get(rank, {})
-    is_new = rank not in first.sizes or seconds <= 0
 
     def increase(codec: str, name: str) -> float:
-        return 0.0 if is_new else max(new[codec].get(name, 0.0) - old.get(codec, {}).get(name, 0.0), 0.0)
+        before = old.get(codec, {}).get(name, 0.0)
+        return max(new[codec][name] - before, 0.0) if rank in first.sizes else 0.0
 
-    by_calls = sorted(new, key=lambda codec: increase(codec, "qccl_calls_total"), reverse=True)
-    used = [codec for codec in by_calls if increase(codec, "qccl_calls_total")] or by_calls[:1]
-    used.sort(key=lambda codec: increase(codec, "qccl_raw_bytes_total"), reverse=True)
-    codec = (used[0] + (f" +{len(used) - 1}" if len(used) > 1 else "")) if used else "-"
-    return _Rates(codec, lambda name: sum(increase(codec, name) for codec in new) / seconds if new else 0.0)
+    return {codec: Counter({name: increase(codec, name) for name in names}) for codec, names in new.items()}
+
+
+def _codecs(increases: dict[str, Counter[str]]) -> str:
+    """The codec of most raw bytes, and how many others were used."""
+    used = [codec for codec, of_codec in increases.items() if of_codec["qccl_calls_total"]] or [*increases][:1]
+    if not used:
+        return "-"
+    most = max(used, key=lambda codec: increases[codec]["qccl_raw_bytes_total"])
+    return most + (f" +{len(used) - 1}" if len(used) > 1 else "")
 
 
 def _draw(drawn: Iterator[str]) -> None:
