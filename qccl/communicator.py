@@ -22,6 +22,7 @@ from qccl.meetings import connect, of_jax, of_torch
 from qccl.metrics import check_setting
 from qccl.plan import Plan
 from qccl.programs import ProgramCache
+from qccl.ranges import ranges
 from qccl.records import GroupRecord
 from qccl.session import Session
 from qccl.state import check_key
@@ -81,6 +82,7 @@ class Communicator(Collectives):
         self, transport: Group, timeout: float | None, backend: Callable[[Any], Backend], name: str | None = None
     ) -> None:  # fmt: skip
         check_setting()
+        call_ranges = ranges()
         made = backend(transport)
         self.rank, self.size = transport.rank, transport.size
         self.local_rank, self.local_size = transport.local_rank, transport.local_size
@@ -89,7 +91,12 @@ class Communicator(Collectives):
         self.transport = transport
         self._make_backend = backend
         self._session = Session(
-            self.rank, self.size, made, timeout_of(timeout, made.timeout), name or f"group {next(_numbers)}"
+            self.rank,
+            self.size,
+            made,
+            timeout_of(timeout, made.timeout),
+            name or f"group {next(_numbers)}",
+            call_ranges,
         )
         self._session.serve_metrics(self.local_rank, is_thread=transport.name == "loopback")
         self._memory = made.memory

@@ -16,6 +16,7 @@ from qccl.guard import Mark, abandoned, is_guard, is_inside
 from qccl.lifetime import Registry
 from qccl.metrics import Endpoint, serve
 from qccl.programs import Compiled
+from qccl.ranges import Ranges
 from qccl.records import FOLDER, GroupRecord, watch_signal, write_record
 from qccl.state import StateStore
 from qccl.statistics import Statistics
@@ -57,7 +58,17 @@ class Session:
         calling: the Works whose functions a thread is calling, and that thread's number.
     """
 
-    def __init__(self, rank: int, size: int, backend: Backend, timeout: float, group: str = "") -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        backend: Backend,
+        timeout: float,
+        group: str = "",
+        ranges: Ranges | None = None,
+    ) -> None:
+        """``ranges``: for profilers, what begins and ends with the start of a call."""
+        self._ranges = ranges
         self.rank, self.size, self.group = rank, size, group
         self.engine, self.memory = backend.engine, backend.memory
         self.state = StateStore(rank, size, self.engine.persistent)
@@ -126,7 +137,11 @@ class Session:
                 program.label(compiled.schedule())
             compiled.used = number
             unsettled[thread] = (numbers.calls,)
-            execution = self.engine.start(program, bound, request, kept, streams)
+            if self._ranges is None:
+                execution = self.engine.start(program, bound, request, kept, streams)
+            else:
+                with self._ranges(compiled.label):
+                    execution = self.engine.start(program, bound, request, kept, streams)
             if work is not None:
                 work._begin(execution)
         except BaseException as error:

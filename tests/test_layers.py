@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launchers": {"errors"},
     "records": {"engine", "errors", "files"},
     "statistics": {"engine"},
+    "ranges": {"errors"},
     "metrics": {"engine", "errors", "lifetime", "statistics", "transports"},
     "saved": {"errors", "files"},
     "tensors": {"errors"},
@@ -66,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state": {"codecs", "dtypes", "engine", "errors", "scalars"},
     "session": {
         *("arrays", "collectives", "engine", "errors", "guard", "lifetime", "programs", "records", "state"),
-        *("metrics", "statistics"),
+        *("metrics", "ranges", "statistics"),
     },
     "work": {"arguments", "engine", "errors", "guard", "session"},
     "methods": {"arrays", "collectives", "dtypes", "errors", "options"},
@@ -76,7 +77,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "communicator": {
         *("arguments", "host", "cuda", "calls", "codecs", "dtypes", "engine", "errors", "arrays", "plan", "guard"),
-        *("collectives", "meetings", "metrics", "programs", "records", "session", "state", "statistics", "transports"),
+        *("collectives", "meetings", "metrics", "programs", "ranges", "records", "session", "state"),
+        *("statistics", "transports"),
     },
     "pointers": {
         *("arguments", "arrays", "calls", "collectives", "communicator", "dtypes", "errors", "methods", "options"),
