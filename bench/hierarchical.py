@@ -2,10 +2,12 @@
 
 Needs root and an idle machine. With one link per node it shows the share of the link's rate, compared with MPI's own
 all-reduce; with one link per rank, what the layout "sharded" gains, which uses the links of all ranks and not only the
-leaders'. The calls are those that programs make, in and out of place. The side "by default" is the call of compress():
-many arrays, with no word about nodes; with one link per rank it takes each rank for a node. All calls, and plain
-transfers of the same bytes, take turns within one run, in blocks of back-to-back calls; a figure is the median of the
-blocks' means.
+leaders'. The calls are those that programs make, in and out of place. The side "by default" is one call of many
+arrays, with no word about nodes; with one link per rank it takes each rank for a node. The side "compress" is a
+backward pass of a DistributedDataParallel model with as many gradients, which compress() reduces, also without a word
+about nodes. The side "its backward" is the same pass without communication: autograd's copy of the gradients to DDP's
+buckets, and the calls of its hook. All calls, and plain transfers of the same bytes, take turns within
+one run, in blocks of back-to-back calls; a figure is the median of the blocks' means.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ _ARRAYS = 16
 #: the key of MPI's all-reduce in the results, by mode
 _MPI = {"out of place": "mpi", "in place": "mpi in place"}
 _DEFAULT = {"out of place": "by default", "in place": "by default in place"}
+_COMPRESS = ("compress", "its backward")
 
 
 @click.command()
@@ -74,13 +77,15 @@ def _run(task: dict[str, Any]) -> list[dict[str, Any]]:
 def _print(rows: list[dict[str, Any]]) -> None:
     print_table(
         ("link", "of each", "layout", "", "ms", "floor", "of the line", "of a plain transfer", "MPI ms", "gain",
-         "leader / this", "by default ms", "spread", "crossed", "CPU ms per rank", "others"),
+         "leader / this", "by default ms", "compress ms", "its backward ms", "spread", "crossed", "CPU ms per rank",
+         "others"),
         [
             (r["link"], "rank" if r["link_per_rank"] else "node", layout, mode, f"{side['time'] * 1e3:.2f}",
              f"{side['floor'] * 1e3:.2f}", f"{side['floor'] / side['time']:.1%}",
              f"{side['bulk'] / side['time']:.1%}", f"{r[_MPI[mode]] * 1e3:.1f}",
              f"{r[_MPI[mode]] / side['time']:.2f}", f"{r['sides']['leader'][mode]['time'] / side['time']:.2f}",
-             f"{r[_DEFAULT[mode]] * 1e3:.2f}", f"{spread(r['blocks']):.0%}", f"{side['crossed']:.3f}",
+             f"{r[_DEFAULT[mode]] * 1e3:.2f}", *(f"{r[name] * 1e3:.2f}" for name in _COMPRESS),
+             f"{spread(r['blocks']):.0%}", f"{side['crossed']:.3f}",
              f"{side['cpu'] * 1e3:.1f}", f"{r['others']:.0%}")
             for r in rows
             for layout, modes in r["sides"].items()
@@ -106,6 +111,7 @@ def rank(task: dict[str, Any]) -> None:
         given["op"] = "avg"  # stays finite in place
         for mode, sources, targets in (("out of place", xs, ys), ("in place", ys, None)):
             sides[_DEFAULT[mode]] = partial(comm.quantized_allreduce_coalesced, sources, targets, **given), 10
+        sides |= zip(_COMPRESS, ((step, 10) for step in _backward_passes(comm, xs, task["codec"])), strict=True)
         calls: dict[tuple[str, str], tuple[Callable[[], object], int]] = {}
         for layout in LAYOUTS:
             given |= {"layout": layout, "node_ids": nodes}
@@ -124,8 +130,61 @@ def rank(task: dict[str, Any]) -> None:
             costs = _costs(comm, call, sent, parse_link(task["link"]).rate)
             found[layout][mode] = {"time": times[side], "bulk": times[f"{side} bulk"]} | costs
         if comm.rank == 0:
-            kept = {key: times[key] for key in (*_MPI.values(), *_DEFAULT.values(), "blocks")}
+            kept = {key: times[key] for key in (*_MPI.values(), *_DEFAULT.values(), *_COMPRESS, "blocks")}
             print(MARK + json.dumps([{"ranks": comm.size, "sides": found} | kept]), flush=True)
+
+
+def _backward_passes(
+    comm: qccl.Communicator, gradients: list[np.ndarray], codec: str
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Backward passes of two models with these gradients: one that compress() reduces, one that sends nothing."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    import qccl.torch
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=comm.rank, world_size=comm.size)
+    found = [torch.from_numpy(each.copy()).reshape(2, -1) for each in gradients]
+
+    class Given(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return gradient, *found
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.zeros_like(each) for each in found)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Given.apply(x, *self.weights)
+
+    def unsent(bucket: Any) -> Any:
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    models = [DistributedDataParallel(Model(), bucket_cap_mb=4, gradient_as_bucket_view=True) for _ in range(2)]
+    own = comm.split(0)
+    assert own is not None
+    qccl.torch.compress(models[0], codec, comm=own)
+    models[1].register_comm_hook(None, lambda state, bucket: unsent(bucket))
+
+    def step(model: Any) -> None:
+        model.zero_grad()
+        model(torch.zeros(1, requires_grad=True)).backward()
+
+    for model in models:
+        for _ in range(2):  # DDP rebuilds its buckets after the first
+            step(model)
+    return partial(step, models[0]), partial(step, models[1])
 
 
 def _costs(comm: qccl.Communicator, call: Callable[[], object], sent: int, rate: float) -> dict[str, float]:

@@ -107,14 +107,18 @@ _MEMORY = re.compile(r"LD|ST|ATOM|RED|TEX|SU")
 _HOPPER = {"float": 128, "multiply": 64, "convert": 64, "special": 16, "memory": 32, "integer": 64}
 _RATES = {80: {**_HOPPER, "float": 64, "convert": 16}, 90: _HOPPER, 100: _HOPPER}
 _SCHEDULERS = 4  # of a multiprocessor: each issues one instruction of one of its warps in a clock
-#: how often a warp that does not wait for memory can issue its next instruction: then 16 warps issue 3 in a clock
+#: how often a warp that does not wait for memory can issue its next instruction: then 16 warps issue 3 in a clock. An
+#: assumption, a round number
 _READY = 0.3
 _LINE_NBYTES = 128  # that a warp's access moves in a clock: 4 bytes per thread take one, 16 bytes four
-#: clocks until a result can be used
+#: clocks until a result can be used: assumptions, round numbers
 _LATENCY = {"float": 4, "integer": 5, "multiply": 5, "convert": 14, "special": 20, "memory": 30, "other": 20}
-#: of idle global memory and of the L2 cache, on H100 (Luo et al., arXiv:2402.13499); A100 differs by 3%
+#: of idle global memory and of the L2 cache: Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU
+#: Architecture" (arXiv:2402.13499), Table IV, 478.8 and 263.0 clocks. M. Dewing (github.com/markdewing/AI_kernels,
+#: latency/README.md) measured 700 and 291 on H100 SXM, 550 and 210 on A100, which changes the shares by a few points
 _LOAD, _PREFETCHED = 480, 263
-_START = 300  # clocks from the end of a block to the first instruction of the next one in its place
+#: clocks from the end of a block to the first instruction of the next one in its place: an assumption, a round number
+_START = 300
 _WARPS = cuda_source.THREADS // 32  # of a block
 _SHARED_MEMORY = {80: 164, 90: 228, 100: 228}  # KiB of a multiprocessor
 

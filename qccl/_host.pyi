@@ -412,7 +412,7 @@ class Loop:
         sequence: int,
         call: int,
         lr: float | None,
-        deadline: float,
+        timeout: float,
         traced: bool,
         waits: bool,
         on_control: Callable[[int, bytes], None],
@@ -421,12 +421,15 @@ class Loop:
         """Begin a run; then advance until any run has ended if the caller ``waits``, or else as step() does.
 
         A run that is alone, and for which nobody waits, is only begun. ``call`` and ``lr`` are for its operations.
+        ``timeout``: seconds from now to its deadline.
         ``headers``: one for all ranks, or one for each; None for those of the last run, with a new number in them.
         ENDED: take_ended() has some.
         """
 
-    def records(self) -> list[tuple[int, int, bytes, int, int, float, float]]:
-        """Of the last 1,024 runs: number, call, header, bytes to send and to receive, begin, and end or 0."""
+    def records(self) -> list[tuple[int, int, bytes, int, int, float, float, float]]:
+        """Of the last 1,024 runs: number, call, header, bytes to send and to receive, begin, end or 0, and the longest
+        time in which the loop stood still.
+        """
 
     def under_way(self) -> list[tuple[int, int, int, bool, list[int], list[tuple[bool, int, int, float]]]]:
         """Of each run under way: its number, bytes sent and received, whether an operation is ready, missing ranks.

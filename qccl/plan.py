@@ -56,6 +56,7 @@ class Plan:
         self._session = session
         self._compiled: dict[tuple[CollectiveSpec, bool], Compiled] = {}
         self._bound: _Arrays | None = None
+        self._is_prepared = False  # on all ranks, for arrays in or out of place
         self._work: Work | None = None  # of the last run, if start() has made it
         self._result: tuple[Any] | None = None  # of the last run, if run() has made it
         self._names = spec.buffers(session.rank, session.size).declared.keys()
@@ -71,7 +72,11 @@ class Plan:
 
     @guarded
     def bind(self, x: Any, out: Any = None) -> Plan:
-        """Set the arrays of later runs, as in the collective's method; returns the plan."""
+        """Set the arrays of later runs, as in the collective's method; returns the plan.
+
+        On CUDA the first one of a plan is collective: if a rank cannot prepare the plan, for example because its GPU
+        has no room, all raise EngineError. Then the plan can be bound again.
+        """
         session, spec = self._session, self.spec
         session.check_usable()
         memory, dtype, has_output = session.memory, spec.dtype, "output" in self._names
@@ -113,7 +118,9 @@ class Plan:
     @guarded
     def _prepare(self, arrays: Mapping[str, Values], result: Any, key: str | None) -> _Arrays:
         """The arrays of later runs, whose element types and counts were checked."""
-        _, compiled, bound = self._session.bind(self.spec, arrays, key, self._programs)
+        first = not self._is_prepared
+        _, compiled, bound = self._session.bind(self.spec, arrays, key, self._programs, again=first)
+        self._is_prepared = True
         values = tuple(dict.fromkeys(arrays.values()))
         tensors, objects = tuple(filter(_is_tensor, values)), tuple(each.array for each in values)
         offset = self._session.numbers.offset

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -30,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 #: the environment variable that names the folder
 FOLDER = "QCCL_RECORDS"
 #: of the files; they change with it
-FORMAT = 1
+FORMAT = 2
 #: no record of 1,024 calls is longer
 _MOST_BYTES = 256 << 20
 
@@ -153,9 +154,15 @@ def _checked(kind: type[_T], values: dict[str, Any]) -> _T:
     """An object of a dataclass, whose simple fields have values of their types."""
     for field in dataclasses.fields(kind):
         allowed = _TYPES.get(str(field.type))
-        if allowed and type(values[field.name]) not in allowed:
-            raise ValueError(f"{field.name} is {values[field.name]!r:.100}")
+        value = values[field.name]
+        if allowed and (type(value) not in allowed or not _is_finite(value)):
+            raise ValueError(f"{field.name} is {value!r:.100}")
     return kind(**values)
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether one can compute with a number: JSON has integers of any size, and Python's also NaN and infinity."""
+    return not isinstance(value, int | float) or abs(value) <= sys.float_info.max
 
 
 def _list(given: Any) -> list[Any]:

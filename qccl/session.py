@@ -153,12 +153,19 @@ class Session:
             unsettled[thread] = before
 
     def bind(
-        self, spec: CollectiveSpec, arrays: Mapping[str, Values], key: str | None, programs: Programs
+        self,
+        spec: CollectiveSpec,
+        arrays: Mapping[str, Values],
+        key: str | None,
+        programs: Programs,
+        *,
+        again: bool = False,
     ) -> tuple[CollectiveSpec, Compiled, Bound]:
         """Check how a call's arrays lie in memory; the spec with the order of their elements, and what its runs need.
 
-        Collective on CUDA, where the ranks compare each new call, and make the groups that it needs: raises
-        MismatchError if theirs differ, and on all ranks EngineError if ``programs`` raises an error on one.
+        Collective on CUDA, where the ranks compare each new call (``again``: also a known one), and make the groups
+        that it needs: raises MismatchError if theirs differ, and on all ranks EngineError if ``programs`` raises an
+        error on one.
         """
         order = spec.order_of(arrays)
         if order != spec.order:
@@ -168,9 +175,9 @@ class Session:
         try:
             compiled = programs(spec, in_place=binding.in_place)
         except QcclError as error:  # the other ranks would make the call, and wait for this one
-            self.check_consistent(text, pairs, str(error))
+            self.check_consistent(text, pairs, str(error), again=again)
             raise
-        self.check_consistent(text, pairs)
+        self.check_consistent(text, pairs, again=again)
         if groups := spec.native_groups():
             self._with_mark(lambda: self.engine.make_groups(groups))
         if key is not None and spec.codec.state_names:
@@ -205,12 +212,15 @@ class Session:
             self.engine.check(self.engine.timeout)  # if the group has failed meanwhile, its failure says why
             raise
 
-    def check_consistent(self, text: str, pairs: tuple[str, ...], refusal: str = "") -> None:
+    def check_consistent(
+        self, text: str, pairs: tuple[str, ...], refusal: str = "", *, again: bool = False
+    ) -> None:  # fmt: skip
         """Collective on engines that do not compare every call (CUDA): raise MismatchError if this one differs.
 
-        ``refusal``: why this rank cannot make the call. Then the others raise EngineError. The group remains usable.
+        ``again``: also if the ranks have compared it before. ``refusal``: why this rank cannot make the call. Then the
+        others raise EngineError. The group remains usable.
         """
-        found = self._with_mark(lambda: self.engine.check_consistent(text, pairs, refusal))
+        found = self._with_mark(lambda: self.engine.check_consistent(text, pairs, refusal, again=again))
         if found and not refusal:
             raise EngineError(found)
 
@@ -257,9 +267,10 @@ class Session:
         is_first = self.failure is None
         if is_first:
             self.failure = error
-        self.engine.abort(str(self.failure))  # again if an exception has ended it before
+        before = self.engine.abort(str(self.failure))  # again if an exception has ended it before
         if is_first:
-            self.write_record(str(error))
+            self.failure = before or error
+            self.write_record(str(self.failure))
 
     def record(self, reason: str) -> GroupRecord:
         """The last calls; see Communicator.record()."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 import qccl
 import qccl.transports.loopback
 from qccl.errors import ArgumentError, CollectiveTimeout
-from qccl.records import FOLDER, CallRecord, GroupRecord, TransferRecord, read_record
+from qccl.records import FOLDER, FORMAT, CallRecord, GroupRecord, TransferRecord, read_record
 
 SECONDS = 10.0
 
@@ -179,11 +180,18 @@ def changed_call(**fields):
 
 HOSTILE = [
     *(None, 3, [], {}, "text", [RECORD.as_dict()]),
-    *(changed(format=2), changed(rank=2), changed(rank=-1), changed(rank=0.5), changed(size=10**9), changed(size=True)),
+    *(changed(format=FORMAT + 1), changed(rank=2), changed(rank=-1), changed(rank=0.5), changed(size=10**9)),
+    *(changed(size=True), changed(calls=[{}])),
     *(changed(group=3), changed(calls=None), changed(calls=[3]), changed(calls={}), changed(other=1)),
     *(changed_call(sequence="1"), changed_call(begun="now"), changed_call(missing=3), changed_call(missing=["1"])),
     *(changed_call(transfers=[[]]), changed_call(transfers=[{"peer": 1}]), changed_call(computes=1), changed_call(x=1)),
     *(changed_call(state="asleep"), changed(written=None)),
+    *(
+        changed(written=10**400),
+        changed(written=math.nan),
+        changed_call(begun=-(10**400)),
+        changed_call(ended=math.inf),
+    ),
 ]
 
 
@@ -201,3 +209,22 @@ def test_damaged_files_are_refused(content, tmp_path):
     path.write_bytes(content)
     with pytest.raises(ArgumentError, match=r"record\.json"):
         read_record(path)
+
+
+def test_the_record_says_on_whom_the_group_has_ended(tmp_path, monkeypatch):
+    """Also if an error of this rank's own ends the block of ``with`` before it has seen the engine's failure."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+
+    def run(comm):
+        if comm.rank == 0:
+            comm.abort("asked for")
+            return
+        with pytest.raises(RuntimeError), comm:
+            comm.quantized_allreduce(np.ones(10, np.float32), async_op=True)
+            limit = time.monotonic() + SECONDS
+            while comm._session.engine._failure is None and time.monotonic() < limit:
+                time.sleep(0.001)
+            raise RuntimeError("mine")
+
+    qccl.run_ranks(3, run)
+    assert {read_record(path).reason for path in tmp_path.glob("*.json")} == {"rank 0 gave up: asked for"}

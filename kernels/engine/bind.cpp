@@ -174,7 +174,7 @@ std::vector<std::string> texts(const nb::sequence& headers) {
 // Begins a run. Then it advances until any run has ended if the caller `waits`; otherwise briefly, if other runs are under
 // way. `headers`: one for all ranks, as bytes, or a list with one for each; None for those of the last run.
 Outcome start(Loop& loop, std::shared_ptr<Run> run, const nb::object& headers, std::uint64_t sequence, std::uint64_t call,
-              std::optional<float> lr, double deadline, bool traced, bool waits, const nb::callable& on_control) {
+              std::optional<float> lr, double timeout, bool traced, bool waits, const nb::callable& on_control) {
   nb::bytes common;
   if (nb::try_cast(headers, common)) {
     run->set_headers({text(common)});
@@ -185,7 +185,7 @@ Outcome start(Loop& loop, std::shared_ptr<Run> run, const nb::object& headers, s
   const nb::gil_scoped_release released;
   const OnControl function = python_function(on_control);
   const bool is_alone = !loop.active();
-  loop.begin(std::move(run), sequence, deadline, traced, waits, function);
+  loop.begin(std::move(run), sequence, timeout, traced, waits, function);
   if (loop.has_ended()) return Outcome::ended;
   if (!waits && is_alone) return Outcome::pause;
   Turn turn;
@@ -234,14 +234,15 @@ std::optional<std::pair<bool, int>> transfer(const Steps& steps, Number i) {
   return std::pair(steps[i].is_send, steps[i].peer);
 }
 
-// Of each run: its number, the call's number, the header for rank 0, bytes to send and to receive, begin and end.
-using PythonRecord = std::tuple<std::uint64_t, std::uint64_t, nb::bytes, std::size_t, std::size_t, double, double>;
+// Of each run: its number, the call's number, the header for rank 0, bytes to send and to receive, begin, end, and how long
+// the loop stood still.
+using PythonRecord = std::tuple<std::uint64_t, std::uint64_t, nb::bytes, std::size_t, std::size_t, double, double, double>;
 
 std::vector<PythonRecord> records(const Loop& loop) {
   std::vector<PythonRecord> found;
-  for (const Recorder::Entry& each : loop.records())
-    found.emplace_back(each.sequence, each.call, nb::bytes(each.header->data(), each.header->size()), each.sent,
-                       each.received, each.begun, each.ended);
+  for (const auto& [sequence, each] : loop.records())
+    found.emplace_back(sequence, each.call, nb::bytes(each.header->data(), each.header->size()), each.sent, each.received,
+                       each.begun, each.ended, each.still);
   return found;
 }
 
@@ -395,7 +396,7 @@ void bind_loop(nb::module_& m) {
       .def_prop_ro("control_sends", &Loop::control_sends)
       .def_prop_ro("refused", &Loop::refused)
       .def("start", &start, "run"_a, "headers"_a.none(), "sequence"_a, "call"_a,
-           "lr"_a.none(), "deadline"_a, "traced"_a, "waits"_a, "on_control"_a)
+           "lr"_a.none(), "timeout"_a, "traced"_a, "waits"_a, "on_control"_a)
       .def("run", &run_until, Release())
       .def("drive", &drive, Release())
       .def("step", &step, Release())

@@ -68,19 +68,21 @@ Loop::Loop(std::shared_ptr<Wire> given, int rank, int size, std::size_t most_eag
     if (peer != rank) post_control_receive(peer);
 }
 
-void Loop::begin(std::shared_ptr<Run> run, std::uint64_t sequence, double deadline, bool traced, bool attended,
+void Loop::begin(std::shared_ptr<Run> run, std::uint64_t sequence, double timeout, bool traced, bool attended,
                  const OnControl& on_control) {
   const ReentryGuard inside(advancing_);
   const Token run_slot = sequence % kRunsInFlight;
   if (by_slot_[run_slot]) throw std::logic_error("too many runs in flight");
   if (sequence != next_run_) throw std::logic_error("runs must begin in the order of their numbers");
   ++next_run_;
-  run->prepare(sequence, run_slot << kRunSlotShift, static_cast<int>(run_slot) * kTagsPerRun, deadline, traced);
+  const double now = look(), deadline = now + timeout;
+  run->prepare(sequence, run_slot << kRunSlotShift, static_cast<int>(run_slot) * kTagsPerRun, deadline,
+               traced ? nullptr : &looked_);
   by_slot_[run_slot] = run;
   active_.push_back(run);
   deadline_ = std::min(deadline_, deadline);
   idle_ = 0;
-  const double now = recorder_.begin(*run);
+  recorder_.begin(*run, now);
   if (attended) attended_since_ = now;
   run->set_begin(now, attended_);
   wire->begin_run();
@@ -103,21 +105,26 @@ void Loop::begin(std::shared_ptr<Run> run, std::uint64_t sequence, double deadli
 Outcome Loop::advance(const Turn& turn, const OnControl& on_control) {
   if (advancing_ && (turn.once || turn.brief)) return Outcome::pause;  // a nested is_completed() makes no progress
   const ReentryGuard inside(advancing_);
-  if (turn.once || turn.brief) return advance_for(turn.once ? 0 : kBriefSeconds, on_control);
-  if (!turn.attended) return advance_until_event(turn, on_control);
-  if (!attended_since_) attended_since_ = seconds();
-  const Outcome outcome = advance_until_event(turn, on_control);
-  stop_attending();
-  return outcome;
+  try {
+    if (turn.once || turn.brief) return advance_for(turn.once ? 0 : kBriefSeconds, on_control);
+    if (!turn.attended) return advance_until(turn, on_control);
+    if (!attended_since_) attended_since_ = look();
+    const Outcome outcome = advance_until(turn, on_control);
+    stop_attending();
+    return outcome;
+  } catch (...) {
+    look();  // a message of failure may be the first thing that a process sees that was stopped
+    throw;
+  }
 }
 
 // The program goes on: now, or when the last run ended if that is why.
 void Loop::stop_attending() {
-  attended_ += (ended_.empty() ? seconds() : std::max(last_end_, attended_since_)) - attended_since_;
+  attended_ += (ended_.empty() ? look() : std::max(last_end_, attended_since_)) - attended_since_;
   attended_since_ = 0;
 }
 
-Outcome Loop::advance_until_event(const Turn& turn, const OnControl& on_control) {
+Outcome Loop::advance_until(const Turn& turn, const OnControl& on_control) {
   double checked = std::numeric_limits<double>::infinity();  // until the first look
   while (!halted_) {
     const bool computed = compute();
@@ -128,7 +135,7 @@ Outcome Loop::advance_until_event(const Turn& turn, const OnControl& on_control)
     if (!ended_.empty()) return Outcome::ended;
     if (turn.yields && wanted) return Outcome::pause;
     if (!computed && idle_ < kQuickPolls && idle_ % kPollsPerLook) continue;
-    const double now = seconds();
+    const double now = look();
     if (idle_ && now > deadline_ && find_overdue(now)) return Outcome::overdue;
     if (now >= turn.limit) return Outcome::pause;
     checked = std::min(checked, now);
@@ -144,13 +151,13 @@ Outcome Loop::advance_until_event(const Turn& turn, const OnControl& on_control)
 // turn: the caller may not come back soon.
 Outcome Loop::advance_for(double seconds_left, const OnControl& on_control) {
   std::uint64_t idle = idle_;
-  double now = seconds();
+  double now = look();
   const double end = now + seconds_left;
   for (bool acts = true; acts && !halted_;) {
     acts = compute();
     poll(acts ? 0 : idle, 0, on_control);
     idle = 0;
-    now = seconds();
+    now = look();
     acts = now < end && (acts || !completed_.empty());
   }
   if (!ended_.empty()) return Outcome::ended;
@@ -185,6 +192,14 @@ void Loop::drain(std::uint64_t idle, const OnControl& on_control) {
     }
   }
   if (error) std::rethrow_exception(error);
+}
+
+// The time. Where this process was stopped, or an operation or a handler of signals took long, it has not looked for long.
+double Loop::look() {
+  const double now = seconds();
+  if (now - looked_ > Recorder::kStill)
+    for (const std::shared_ptr<Run>& run : active_) recorder_.look(run->sequence(), looked_, now);
+  return looked_ = now;
 }
 
 // Runs the first operation that is ready; false if there is none.
@@ -310,8 +325,8 @@ void Loop::collect_ended() {
       continue;
     }
     ended_.push_back(active_[i]->sequence());
-    last_end_ = recorder_.end(active_[i]->sequence());
-    const double attended = attended_ + (attended_since_ ? last_end_ - attended_since_ : 0);
+    last_end_ = active_[i]->ended(recorder_.end(active_[i]->sequence(), looked_));
+    const double attended = attended_ + (attended_since_ ? std::max(last_end_ - attended_since_, 0.0) : 0);
     active_[i]->count(last_end_, attended, std::exchange(counted_, attended));
     by_slot_[active_[i]->sequence() % kRunsInFlight] = nullptr;
     active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));

@@ -51,17 +51,17 @@ class Loop {
   // `call`: the first bytes of every call's header. `most_eager`: bytes of data that may follow a header.
   Loop(std::shared_ptr<Wire> wire, int rank, int size, std::size_t most_eager, std::string call);
 
-  // `run` has its headers. Runs are numbered from 0 on, in the order of their calls. `attended`: the program waits from now
-  // on, until an attended turn or the run has ended.
-  void begin(std::shared_ptr<Run> run, std::uint64_t sequence, double deadline, bool traced, bool attended,
+  // `run` has its headers. Runs are numbered from 0 on, in the order of their calls. `timeout`: seconds from now on.
+  // `attended`: the program waits from now on, until an attended turn or the run has ended.
+  void begin(std::shared_ptr<Run> run, std::uint64_t sequence, double timeout, bool traced, bool attended,
              const OnControl& on_control);
   // Advances all runs until one has ended, one is past its deadline, or the turn is over.
   Outcome advance(const Turn& turn, const OnControl& on_control);
   // The sequence numbers of the runs that have ended since the last call.
   std::vector<std::uint64_t> take_ended() { return std::exchange(ended_, {}); }
 
-  // The last runs, from the oldest on.
-  std::vector<Recorder::Entry> records() const { return recorder_.entries(next_run_); }
+  // The last runs with their numbers, from the oldest on.
+  std::vector<std::pair<std::uint64_t, Recorder::Entry>> records() const { return recorder_.entries(next_run_); }
   // The runs under way, in the order of their calls.
   const std::vector<std::shared_ptr<Run>>& runs() const { return active_; }
 
@@ -99,9 +99,10 @@ class Loop {
     std::vector<unsigned char> message;
   };
 
-  Outcome advance_until_event(const Turn& turn, const OnControl& on_control);
+  Outcome advance_until(const Turn& turn, const OnControl& on_control);
   void stop_attending();
   Outcome advance_for(double seconds_left, const OnControl& on_control);
+  double look();
   bool compute();
   void poll(std::uint64_t idle, std::uint64_t extra_idle, const OnControl& on_control);
   bool is_call(const unsigned char* message) const;
@@ -128,10 +129,11 @@ class Loop {
   std::vector<std::shared_ptr<Run>> active_;  // in the order of their calls
   std::shared_ptr<Run> by_slot_[kRunsInFlight];
   Recorder recorder_;
-  double attended_ = 0;               // seconds in which the program has waited for calls, before it began to wait
-  double attended_since_ = 0;         // 0: it does not wait
-  double counted_ = 0;                // how many of these seconds were counted for a run that has ended
-  double last_end_ = 0;               // of a run
+  double looked_ = 0;  // when look() was called last
+  double attended_ = 0;        // seconds in which the program has waited for calls, before it began to wait
+  double attended_since_ = 0;  // 0: it does not wait
+  double counted_ = 0;         // how many of these seconds were counted for a run that has ended
+  double last_end_ = 0;        // of a run
   std::deque<Early> early_;  // at most kRunsInFlight from each rank
   std::vector<std::uint64_t> ended_;
   std::vector<Token> completed_;

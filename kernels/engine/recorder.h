@@ -1,48 +1,61 @@
-// The last runs of a loop: what each was, and when it began and ended.
+// The last runs of a loop: what each was, when it began and ended, and for how long the loop stood still in it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "run.h"
 
 namespace qccl {
 
+// It reads no clock itself but the coarse one: the loop gives it the times at which it looks at the clock anyway.
 class Recorder {
  public:
   static constexpr std::size_t kRuns = 1024;
+  // Shorter intervals between two looks at the clock are operations and naps.
+  static constexpr double kStill = 50e-3;
 
-  struct Entry {
-    std::uint64_t sequence = 0, call = 0;
+  struct alignas(64) Entry {
     std::shared_ptr<const std::string> header;  // as Run::description()
+    std::uint64_t call = 0;
     std::size_t sent = 0, received = 0;         // bytes of data, without headers
     double begun = 0, ended = 0;                // in seconds(); 0: not
+    double still = 0;                           // the longest interval above kStill between two looks at the clock
   };
 
   Recorder() : entries_(kRuns) {}
 
-  // Returns the time, as end() does.
-  double begin(const Run& run) {
+  void begin(const Run& run, double now) {
     Entry& entry = at(run.sequence());
-    entry.sequence = run.sequence();
     entry.call = run.call();
     // Most slots get the text that they have, and the count of its owners is atomic.
     if (entry.header != run.description()) entry.header = run.description();
     entry.sent = run.steps().sent();
     entry.received = run.steps().received();
-    entry.begun = seconds();
-    entry.ended = 0;
-    return entry.begun;
+    entry.begun = now;
+    entry.ended = entry.still = 0;
   }
 
-  double end(std::uint64_t sequence) { return at(sequence).ended = seconds(); }
+  // `looked`: when the loop last looked at the clock, at most one operation ago. Returns what it takes for the end.
+  double end(std::uint64_t sequence, double looked) {
+    return at(sequence).ended = std::max(looked, coarse_seconds());
+  }
 
-  // From the oldest on; `next`: the number of the next run. The first has the number 0.
-  std::vector<Entry> entries(std::uint64_t next) const {
-    std::vector<Entry> found;
-    for (std::uint64_t i = next > kRuns ? next - kRuns : 0; i < next; ++i) found.push_back(entries_[i % kRuns]);
+  // Run `sequence` is under way, and the loop has looked at the clock at `looked` and `now`, and not in between.
+  void look(std::uint64_t sequence, double looked, double now) {
+    Entry& entry = at(sequence);
+    const double still = now - std::max(looked, entry.begun);
+    if (still > kStill) entry.still = std::max(entry.still, still);
+  }
+
+  // From the oldest on, with their numbers; `next`: the number of the next run. The first has the number 0.
+  std::vector<std::pair<std::uint64_t, Entry>> entries(std::uint64_t next) const {
+    std::vector<std::pair<std::uint64_t, Entry>> found;
+    for (std::uint64_t i = next > kRuns ? next - kRuns : 0; i < next; ++i) found.emplace_back(i, entries_[i % kRuns]);
     return found;
   }
 

@@ -11,7 +11,7 @@ namespace qccl {
 
 namespace {
 
-// Of a program's short runs, the first two and every 16th are timed: looking at the clock takes part of their time.
+// Of a program's short runs, the first two and every 16th are timed: looks at the clock would take some of their time.
 constexpr std::uint64_t kFirstTimed = 2, kTimedEvery = 16;
 
 }  // namespace
@@ -36,7 +36,7 @@ Run::Run(std::shared_ptr<const Steps> steps, MemoryPointer memory)
   for (const EagerData& each : steps_->eager()) eager_.emplace_back(kHeaderNbytes + each.nbytes);
 }
 
-void Run::prepare(std::uint64_t sequence, Token run_slot, int first_tag, double deadline, bool traced) {
+void Run::prepare(std::uint64_t sequence, Token run_slot, int first_tag, double deadline, const double* looked) {
   sequence_ = sequence;
   run_slot_ = run_slot;
   first_tag_ = first_tag;
@@ -48,7 +48,7 @@ void Run::prepare(std::uint64_t sequence, Token run_slot, int first_tag, double 
   for (Message& header : headers_) std::memcpy(header.data() + kSequenceOffset, &sequence, sizeof sequence);
   std::fill(filled_.begin(), filled_.end(), false);
   for (Message& each : data_) each.clear();
-  traced_ = traced;
+  looked_ = looked;
   starts_.resize(steps_->count());
   trace_.clear();
 }
@@ -125,6 +125,11 @@ void Run::set_begin(double now, double attended) {
   timed_ = tally_ && (steps_->is_long() || begun_runs_ < kFirstTimed || begun_runs_ % kTimedEvery == 0);
   ++begun_runs_;
   if (timed_) computing_ = computing_attended_ = 0;
+}
+
+double Run::ended(double recorded) {
+  if (timed_) lag_ = std::max(seconds() - recorded, 0.0);
+  return recorded + lag_;
 }
 
 void Run::count(double now, double attended, double counted) {
@@ -238,15 +243,15 @@ std::vector<int> Run::waits_for(bool is_send) const {
 }
 
 void Run::started(Number i) {
-  if (traced_) {
+  if (!looked_) {
     starts_[i] = seconds();
   } else if (!(*steps_)[i].operation) {
-    starts_[i] = coarse_seconds();
+    starts_[i] = *looked_;
   }
 }
 
 void Run::stopped(Number i) {
-  if (traced_ && i < steps_->count()) trace_.push_back({i, starts_[i], seconds()});
+  if (!looked_ && i < steps_->count()) trace_.push_back({i, starts_[i], seconds()});
 }
 
 }  // namespace qccl

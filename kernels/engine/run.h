@@ -49,8 +49,9 @@ class Run {
   void set_headers(const std::vector<std::string>& headers);
   // Every run that ends is counted there.
   void count_in(std::shared_ptr<Tally> tally, const Tally::Traffic& traffic);
-  // Sets up a new run; its headers get the number `sequence`. The tokens of its transfers contain `run_slot`.
-  void prepare(std::uint64_t sequence, Token run_slot, int first_tag, double deadline, bool traced);
+  // Sets up a new run; its headers get the number `sequence`. The tokens of its transfers contain `run_slot`. `looked`:
+  // the time at which the loop last looked at the clock, for the begins of transfers; null for a run that is traced.
+  void prepare(std::uint64_t sequence, Token run_slot, int first_tag, double deadline, const double* looked);
   // Sends the headers, and starts all steps that depend on nothing.
   void begin(Wire& wire);
   bool header_matches(int peer, const unsigned char* header) const;
@@ -65,9 +66,12 @@ class Run {
   bool can_compute() const { return !ready_.empty() && (left_ == 1 || ready_.front() != steps_->commit()); }
   // Runs the first operation that is ready. `attended`: the program waits for a call meanwhile.
   void compute(Wire& wire, bool attended);
-  // The run begins at `now`, and has ended at `now`. `attended`: how long the program has waited for calls so far, and
-  // `counted` how much of that was counted for runs that ended before. In seconds.
+  // The run begins at `now`. `attended`: seconds in which the program has waited for calls so far.
   void set_begin(double now, double attended);
+  // Returns when the run has ended, about now. `recorded`: when according to the recorder, a little too early.
+  double ended(double recorded);
+  // Counts the run, whose end is `now`. `attended`: as above; `counted`: how much of it was counted for runs that ended
+  // before.
   void count(double now, double attended, double counted);
 
   std::uint64_t sequence() const { return sequence_; }
@@ -123,11 +127,12 @@ class Run {
   Tally::Traffic traffic_;
   std::uint64_t begun_runs_ = 0;
   double begun_ = 0, attended_before_ = 0;
-  // Seconds in operations, and those while the program waited: of this run if it is timed, otherwise of the last timed one.
+  // Of this run if it is timed, otherwise of the last timed one: seconds in operations, those while the program waited,
+  // and from the recorded end to the end.
   bool timed_ = false;
-  double computing_ = 0, computing_attended_ = 0;
-  bool traced_ = false;
-  std::vector<double> starts_;            // by step; of a run that is not traced only transfers, by coarse_seconds()
+  double computing_ = 0, computing_attended_ = 0, lag_ = 0;
+  const double* looked_ = nullptr;        // null: traced
+  std::vector<double> starts_;            // by step; of a run that is not traced only transfers, by *looked_
   std::vector<TraceRecord> trace_;
 };
 

@@ -31,6 +31,8 @@ constexpr std::uint64_t kSpinsOfRun = 6000;
 constexpr int kSleepMilliseconds = 1;
 // Time without a completion after which ended processes are looked for, and between two looks.
 constexpr std::chrono::seconds kQuiet(2), kBetweenLooks(1);
+// Polls without a completion between two questions whether it was quiet for so long.
+constexpr std::uint64_t kPollsBetweenLooks = 1024;
 // In place of the bytes of a receive: a send.
 constexpr std::int64_t kSend = -1;
 // Calls of UCX in a row that move something, after which a poll returns: a rank that sends without end cannot keep this
@@ -166,8 +168,10 @@ class Worker final : public ReportingWire<PartWire> {
   void set_spins(std::uint64_t spins) override { spins_ = spins; }
 
   Rest rest(std::uint64_t idle) override {
-    const Lock lock(mutex_);
-    if (!worker_ || reports_.has_completed() || has_fault() || keeps_processor(idle)) return {};
+    Lock lock(mutex_);
+    if (!worker_ || reports_.has_completed() || has_fault()) return {};
+    look_now_and_then(idle, lock);
+    if (!worker_ || keeps_processor(idle)) return {};
     const std::optional<int> descriptor = arm();
     if (!descriptor) return {};
     return {*descriptor, *descriptor < 0 ? 1e-3 * kSleepMilliseconds : 0};
@@ -263,8 +267,10 @@ class Worker final : public ReportingWire<PartWire> {
   // Progresses the worker, and where nothing has completed leaves the processor to others, or sleeps.
   void advance(std::uint64_t idle, Lock& lock) override {
     if (!worker_) return;
-    if (exhaust() || !idle || reports_.has_completed() || has_fault()) return;
-    if (keeps_processor(idle)) return;
+    const bool has_moved = exhaust();
+    if (!idle || reports_.has_completed() || has_fault()) return;
+    look_now_and_then(idle, lock);
+    if (!worker_ || has_moved || keeps_processor(idle)) return;
     const std::optional<int> descriptor = arm();
     if (!descriptor) return;
     pollfd waited = {*descriptor, POLLIN, 0};
@@ -303,6 +309,11 @@ class Worker final : public ReportingWire<PartWire> {
     const Status status = ucp_.worker_arm(worker_);
     if (status == ucx::kBusy) return std::nullopt;
     return status == ucx::kOk ? descriptor_ : -1;
+  }
+
+  // UCX never rests while it repeats what it cannot send to a process that has ended, so sleeping alone would find none.
+  void look_now_and_then(std::uint64_t idle, Lock& lock) {
+    if (idle % kPollsBetweenLooks == 0) look_for_ended(lock);
   }
 
   // After kQuiet without a completion, marks the connections to processes that have ended. What they sent before counts

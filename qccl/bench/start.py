@@ -13,7 +13,7 @@ from qccl.bench.mpiexec import Mpiexec, StartError, find_mpiexec
 from qccl.bench.processes import LinePipe, Start, allow_descriptors, run_processes
 from qccl.transports.secret import is_insecure, new_token, token_key
 
-__all__ = ["Way", "choose_way", "commands", "environment", "obstacle", "run_ranks", "share_of_processors"]
+__all__ = ["Way", "choose_way", "commands", "environment", "free_port", "obstacle", "run_ranks", "share_of_processors"]
 
 #: the transports of processes, the first choice first
 _TRANSPORTS = ("ucx", "mpi", "gloo")
@@ -108,7 +108,7 @@ def environment(way: Way, ranks: int, lab: Lab | None, smallest: int, defaults: 
     if way.mpi is not None:
         settings |= way.mpi.environment(ranks, lab, smallest)
     place = {"MASTER_ADDR": lab.first_address if lab else "127.0.0.1"}
-    place |= {"MASTER_PORT": str(_free_port()), "QCCL_PORT": str(_free_port())}
+    place |= {"MASTER_PORT": str(free_port()), "QCCL_PORT": str(free_port())}
     if way.transport is not None:
         place["QCCL_TRANSPORT"] = way.transport
     if way.transport == "wan" and lab and not _says_who_may_come_in():
@@ -145,7 +145,8 @@ def _network(transport: str | None, lab: Lab | None) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": "lo"} if transport == "gloo" else {}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that no process has at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

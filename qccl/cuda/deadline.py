@@ -26,6 +26,11 @@ class Deadline:
         """Whether start() was called."""
         return self._end != math.inf
 
+    @property
+    def begun(self) -> float | None:
+        """When start() was called first, in time.monotonic() seconds; None if it was not."""
+        return self._end - self.seconds if self.counts else None
+
     def is_over(self) -> bool:
         """Whether the limit has passed."""
         return time.monotonic() > self._end

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from qccl.cuda.flags import RunFlags
+from qccl.cuda.garbage import Garbage
 from qccl.cuda.libraries import (
     COMPUTE_PRIORITY,
     NOT_READY,
@@ -37,6 +38,7 @@ class Device:
         queues: the stream of each queue; home, the compute stream, is the one on which every run begins and ends.
         capture_queues: the streams of calls that become part of a CUDA graph.
         flags: how far the runs are.
+        garbage: frees what runs have kept.
     """
 
     def __init__(self, number: int, comm_stream: int) -> None:
@@ -50,6 +52,8 @@ class Device:
             self.flags = RunFlags()
             self._events = [cuda.Event(disable_timing=True) for _ in range(_EVENTS)]
         self._staged: list[Any] = []
+        self.garbage = Garbage(number)
+        self.garbage.drop_with(self, [self._home, *self._capture], self._staged, self._events)
         self.queues: dict[Queue, int] = {Queue.COMPUTE: self._home.ptr, Queue.COMM: comm_stream}
         self.capture_queues: Mapping[Queue, int] = {
             Queue.COMPUTE: self._capture[0].ptr,
@@ -65,7 +69,7 @@ class Device:
 
     def add_staged_queues(self) -> None:
         """Make the two streams of transfers through host memory."""
-        self._staged = [_stream(TRANSFER_PRIORITY) for _ in range(2)]
+        self._staged[:] = [_stream(TRANSFER_PRIORITY) for _ in range(2)]
         self.queues |= zip((Queue.OUT, Queue.IN), (stream.ptr for stream in self._staged), strict=True)
 
     def is_busy(self) -> bool:

@@ -34,6 +34,7 @@ from qccl.cuda.device import Device
 from qccl.cuda.libraries import as_qccl_error, cuda_libraries, on_device, record, translated, wait_for
 from qccl.cuda.program import CudaProgram
 from qccl.cuda.proxy import HostProxy
+from qccl.cuda.records import CallLog, LoggedCall
 from qccl.cuda.run import CudaRun, PendingRuns
 from qccl.cuda.staging import check_stream_flags
 from qccl.cuda.state import DeviceState
@@ -82,6 +83,7 @@ class CudaEngine:
         self._enqueuing = threading.RLock()  # held while a run is put on its streams
         self._workspace = Workspace(self.device, transport, self._enqueuing)
         self._captured: list[CudaProgram] = []
+        self._log = CallLog()
         self._releases = False
         self._proxy: HostProxy | None = None
         _failed[:] = [engine for engine in _failed if engine.device.is_busy()]
@@ -148,6 +150,7 @@ class CudaEngine:
                 self._captured.append(program)  # the graph uses its memory for as long as it lives
             else:
                 run.program = program
+                run.logged = self._log.add(header.sequence, run.call, bound.text, limit)
                 self._pending.add(run)
                 self._watchdog.start()
             try:
@@ -178,14 +181,24 @@ class CudaEngine:
         self._check_usable()
         header = Header(Kind.CALL, self.numbers.sequence, text)
         self.numbers.sequence += 1
+        logged = self._log_waiting(header)
         if refused := self._consistency.compare(header, self.timeout):
             raise EngineError(refused)
+        logged.end()
 
-    def check_consistent(self, text: str, pairs: tuple[str, ...], refusal: str = "") -> str:
+    def check_consistent(self, text: str, pairs: tuple[str, ...], refusal: str = "", *, again: bool = False) -> str:
         """Collective until the ranks have agreed on a text; see engine.base.Engine."""
         self._check_usable()
         header = Header(Kind.CALL, self.numbers.sequence, text, pairs)
-        return self._consistency.compare_once(header, self.timeout, refusal)
+        self._log_waiting(header)
+        compare = self._consistency.compare if again else self._consistency.compare_once
+        refused = compare(header, self.timeout, refusal)
+        self._log.drop_last()  # what begins now is the call itself
+        return refused
+
+    def _log_waiting(self, header: Header) -> LoggedCall:
+        """A call for which the host waits until the other ranks have come to it, too."""
+        return self._log.add(header.sequence, self.numbers.calls, header.text, Deadline(self.timeout).start())
 
     def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
         """Collective: split the NCCL communicator by groups of ranks, where that was not done before."""
@@ -203,8 +216,8 @@ class CudaEngine:
         self.transport.check()
 
     def records(self) -> list[CallRecord]:
-        """None: this engine keeps no records."""
-        return []
+        """The last calls, without those in graphs, as far as the watchdog has seen."""
+        return self._log.records()
 
     def _wait_for_stream(self, stream: int, deadline: float) -> None:
         event = self.device.take_event()
@@ -244,9 +257,11 @@ class CudaEngine:
 
     # -- failure and end ---------------------------------------------------------------------------------------------
 
-    def abort(self, reason: str) -> None:
-        """Fail all pending runs with ``reason``; the other ranks reach their deadlines."""
+    def abort(self, reason: str) -> QcclError | None:
+        """Fail all pending runs with ``reason``; the other ranks reach their deadlines. See engine.base.Engine."""
+        before = self.failure
         self.fail(PeerLost(reason))
+        return before
 
     def fail(self, error: QcclError) -> None:
         """Fail all pending runs, and abort the transport; only the first failure counts."""
@@ -311,7 +326,7 @@ class CudaEngine:
     def watch(self) -> bool:
         """Check for ended runs, failures and deadlines; see Watched."""
         try:
-            self._pending.sweep()
+            self._pending.sweep(apart=True)
             self.transport.check()
         except Exception as error:
             self.fail(as_qccl_error(error) or gave_up(self.rank, error))

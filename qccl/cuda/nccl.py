@@ -30,6 +30,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
+from qccl.cuda.garbage import Garbage
 from qccl.cuda.libraries import (
     LAUNCH_ORDER,
     TRANSFER_PRIORITY,
@@ -126,6 +127,7 @@ class NcclTransport(DeviceTransport):
             self._stream = cuda.Stream(non_blocking=True, priority=TRANSFER_PRIORITY)
             self._event = cuda.Event(disable_timing=True)
         self.stream: int = self._stream.ptr
+        Garbage(device).drop_with(self, self._comms, self._memories, self._lost, [self._stream, self._event])
         try:
             _set_up(device, timeout, "the first transfers", self._connect)
             places = find_topology(self.rank, [each.decode() for each in self.allgather(machine().encode(), timeout)])
@@ -286,7 +288,9 @@ class NcclTransport(DeviceTransport):
             if each:
                 text = "the workspace is not registered with NCCL: rank %d: %s"
                 _log.debug(text, rank, each.decode(errors="replace"))
-                self._memories.clear()
+                if memory is not None:
+                    memory.free()
+                    self._memories.clear()
                 return None
         return memory
 

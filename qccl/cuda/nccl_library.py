@@ -1,4 +1,4 @@
-"""NCCL's functions that CuPy's module lacks, called in the library that the process has loaded.
+"""NCCL's functions that CuPy's module lacks, called in the library that the module uses.
 
 CuPy 14 has neither NCCL's own text about an error, nor a function for a bare ncclComm_t, nor memory that is registered.
 """
@@ -6,13 +6,15 @@ CuPy 14 has neither NCCL's own text about an error, nor a function for a bare nc
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+import sys
 from typing import Any
 
 from qccl.cuda.libraries import cuda_libraries
 from qccl.errors import EngineError, QcclError
 
-__all__ = ["call", "last_error", "library", "with_reason"]
+__all__ = ["call", "check_one_library", "last_error", "library", "with_reason"]
 
 #: what to do, by what NCCL says
 _HINTS = (
@@ -33,11 +35,46 @@ _HINTS = (
 
 
 def library() -> Any:
-    """The NCCL library that the process has loaded. Raises EngineError if there is none."""
+    """The NCCL library that CuPy's module needs, also where the process has loaded others.
+
+    Raises EngineError if there is none.
+    """
+    module = sys.modules[cuda_libraries().nccl.NcclCommunicator.__module__]
     try:
-        return ctypes.CDLL("libnccl.so.2")
+        return ctypes.CDLL(module.__file__)  # its functions are those of the libraries that it was linked with, too
     except OSError as error:
         raise EngineError(f"the NCCL library cannot be found ({error})") from error
+
+
+def check_one_library(found: Any, name: str = "ncclGetVersion") -> None:
+    """Raise EngineError if CuPy's module may use other functions of NCCL than those of ``found``, its library.
+
+    So it is where a program has loaded another one with RTLD_GLOBAL: its functions come before all others. Versions
+    need not tell them apart.
+    """
+    everywhere = ctypes.CDLL(None)
+    if not hasattr(everywhere, name):
+        return
+    files = [_file_of(getattr(each, name)) for each in (found, everywhere)]
+    if files[0] != files[1]:
+        needed, loaded = files
+        raise EngineError(f"CuPy needs the NCCL in {needed}, and the process has loaded the one in {loaded} for all")
+
+
+class _Place(ctypes.Structure):
+    """Dl_info of dladdr()."""
+
+    _fields_ = (
+        *(("file", ctypes.c_char_p), ("base", ctypes.c_void_p)),
+        *(("name", ctypes.c_char_p), ("at", ctypes.c_void_p)),
+    )
+
+
+def _file_of(function: Any) -> str:
+    """The file from which a C function was loaded."""
+    place = _Place()
+    ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(place))
+    return os.path.realpath(os.fsdecode(place.file or b""))
 
 
 def call(name: str, *arguments: Any) -> None:

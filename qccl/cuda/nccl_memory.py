@@ -16,8 +16,9 @@ import ctypes
 import weakref
 from typing import Any
 
+from qccl.cuda.garbage import Garbage
 from qccl.cuda.libraries import cuda_libraries, no_room, on_device, relaxed
-from qccl.cuda.nccl_library import call, last_error, library
+from qccl.cuda.nccl_library import call, check_one_library, last_error, library
 from qccl.errors import EngineError
 
 __all__ = ["NcclMemory", "check_registration"]
@@ -35,6 +36,7 @@ def check_registration() -> None:
     call("ncclGetVersion", ctypes.byref(found))
     if found.value != version:  # a communicator of one library means nothing to another
         raise EngineError(f"CuPy uses NCCL {version}, and the process has loaded NCCL {found.value}, too")
+    check_one_library(library())
     lacking = [name for name in ("ncclMemAlloc", "ncclCommRegister") if not hasattr(library(), name)]
     if lacking:
         raise EngineError(f"this NCCL has no {' and no '.join(lacking)}")
@@ -51,7 +53,8 @@ class NcclMemory:
         """Raises EngineError if there is no room."""
         self.ptr, self.nbytes = _allocate(device, nbytes), nbytes
         self._registered: list[tuple[Any, ctypes.c_void_p]] = []  # communicators, and NCCL's handles
-        self._free = weakref.finalize(self, _free, device, self.ptr, self._registered)
+        self._device = device
+        self._free = weakref.finalize(self, Garbage(device).later, _free, self.ptr, self._registered)
         self._free.atexit = False  # the end of the process frees it, and CUDA may be gone before
 
     def register(self, comm: Any) -> None:
@@ -69,7 +72,9 @@ class NcclMemory:
 
     def free(self) -> None:
         """Deregister and free it now, because no transfer has used it."""
-        self._free()
+        if self._free.detach() is not None:
+            with on_device(self._device), relaxed():
+                _free(self.ptr, self._registered)
 
     def keep(self) -> None:
         """Never free it, because the GPU or a peer may still use it. Aborted communicators forget it themselves."""
@@ -97,8 +102,7 @@ def _allocate(device: int, nbytes: int) -> int:
     return int(pointer.value or 0)
 
 
-def _free(device: int, pointer: int, registered: list[tuple[Any, ctypes.c_void_p]]) -> None:
-    """Called by whichever thread drops the last reference, also beside a capture of another thread."""
-    with contextlib.suppress(Exception), on_device(device), relaxed():
+def _free(pointer: int, registered: list[tuple[Any, ctypes.c_void_p]]) -> None:
+    with contextlib.suppress(Exception):
         _deregister(registered)
         call("ncclMemFree", ctypes.c_void_p(pointer))

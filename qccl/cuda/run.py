@@ -12,6 +12,7 @@ from qccl.cuda.callbacks import CallbackThread
 from qccl.cuda.deadline import Deadline
 from qccl.cuda.device import Device
 from qccl.cuda.libraries import NOT_READY, as_qccl_error, cuda_libraries, event_status, translated
+from qccl.cuda.records import LoggedCall
 from qccl.engine.callbacks import WithCallbacks
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, QcclError, gave_up
 
@@ -40,6 +41,7 @@ class CudaRun(WithCallbacks):
         program: kept because the device reads its tables until the run has ended.
         on_stream: all of the run is on its streams.
         finish: called when the run has ended.
+        logged: the run in the engine's records; None for a captured one.
     """
 
     is_stream_ordered = True
@@ -57,6 +59,7 @@ class CudaRun(WithCallbacks):
         self.program: object = None
         self.on_stream = False
         self.finish: Callable[[], None] | None = None
+        self.logged: LoggedCall | None = None
 
     def step(self) -> bool:
         """Look at the flags and ask CUDA for errors; the GPU makes progress by itself."""
@@ -150,7 +153,7 @@ class PendingRuns:
 
     def fail_all(self, error: QcclError) -> bool:
         """Fail all runs that have not ended. False if there was a failure before, or after close."""
-        self.sweep()
+        self.sweep(apart=True)
         with self._lock:
             if self.failure is not None or self.closed:
                 return False
@@ -176,10 +179,10 @@ class PendingRuns:
             with translated, self._device.current():  # stream 0 is the current device's default stream
                 cuda_libraries().runtime.streamWaitEvent(run.stream, event.ptr)
 
-    def sweep(self) -> None:
+    def sweep(self, *, apart: bool = False) -> None:
         """Find the runs that have begun and ended, by their flags, in the order in which they were started.
 
-        Makes no call into CUDA that could block.
+        Makes no call into CUDA that could block, if what the ended runs have kept is dropped ``apart``, on a thread.
         """
         ended: list[CudaRun] = []
         with self._lock:
@@ -189,7 +192,9 @@ class PendingRuns:
             if self._runs and self._flags.has_begun(self._runs[0].number):
                 self._runs[0].deadline.start()
         for run in ended:
-            self._end(run)
+            kept = self._end(run)
+            if apart:
+                self._device.garbage.later(kept.clear)
 
     def check_device(self) -> None:
         """Ask CUDA for errors of the pending runs, which the flags do not show, and fail all runs if there is one."""
@@ -201,19 +206,24 @@ class PendingRuns:
             error = cuda_libraries().runtime.CUDARuntimeError(status)
             self._fail(as_qccl_error(error) or EngineError(str(error)))
 
-    def _end(self, run: CudaRun) -> None:
+    def _end(self, run: CudaRun) -> list[object]:
+        """Returns what the run has kept."""
         try:
             if run.finish is not None:
                 run.finish()
         except Exception as error:  # while it computes the times of a trace
             run.failure = as_qccl_error(error) or gave_up(self._rank, error)
         run.deadline.start()  # for messages that are still under way
+        if run.logged is not None and run.failure is None:
+            run.logged.end()
         run.done = True
         with self._lock:
             event, run.event = run.event, None
         self._device.give_back(event)
+        kept = [run.kept, run.program]
         run.kept = run.program = None
         self.callbacks.call(run)
+        return kept
 
     def wait_until(
         self, condition: Callable[[], bool], deadline: Deadline, text: str, limit: float | None = None

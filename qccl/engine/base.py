@@ -205,11 +205,13 @@ class Engine(Protocol):
     def barrier(self, text: str) -> None:
         """Collective: return when all ranks have made this call, which ``text`` describes. Raises as a run does."""
 
-    def check_consistent(self, text: str, pairs: tuple[str, ...], refusal: str = "") -> str:
+    def check_consistent(
+        self, text: str, pairs: tuple[str, ...], refusal: str = "", *, again: bool = False
+    ) -> str:  # fmt: skip
         """Collective until the ranks have agreed on a text, on engines that do not compare every call.
 
-        ``refusal``: why this rank cannot make the call. Returns which rank cannot, and why, or an empty text. Raises
-        MismatchError.
+        ``again``: collective also if they have agreed on it. ``refusal``: why this rank cannot make the call. Returns
+        which rank cannot, and why, or an empty text. Raises MismatchError.
         """
 
     def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
@@ -218,8 +220,11 @@ class Engine(Protocol):
     def check(self, timeout: float, stream: int | None = None) -> None:
         """Wait for all runs that progress without this rank's calls (on CUDA also for ``stream``); raise failures."""
 
-    def abort(self, reason: str) -> None:
-        """Fail all runs under way with ``reason``, here and as far as possible on the other ranks. Idempotent."""
+    def abort(self, reason: str) -> QcclError | None:
+        """Fail all runs under way with ``reason``, here and as far as possible on the other ranks. Idempotent.
+
+        Returns the failure that has ended the group before, if there was one; its caller may not have seen it yet.
+        """
 
     def records(self) -> list[CallRecord]:
         """The last 1,024 calls that have begun, from the oldest on, and those that are queued."""

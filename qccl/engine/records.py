@@ -18,7 +18,7 @@ class TransferRecord:
         is_send: or a receive.
         peer: the other rank.
         nbytes: of data.
-        since: its begin in time.monotonic() seconds, some milliseconds early at most.
+        since: its begin in time.monotonic() seconds, early by one operation of its rank at most.
     """
 
     is_send: bool
@@ -36,9 +36,11 @@ class CallRecord:
         call: number that keys its random numbers.
         text: the call with its arguments, as the ranks compare it.
         state: one of STATES.
-        begun, ended: in time.monotonic() seconds; None where it has not.
+        begun, ended: in time.monotonic() seconds; None where it has not. The end is some milliseconds early at most.
         send_nbytes, receive_nbytes: bytes of encoded data that this rank sends and receives in all.
         sent_nbytes, received_nbytes: how many of these have completed.
+        still: seconds of the longest time in which this rank did not advance the call, if it was not short: its process
+            was stopped, or an operation, a handler of signals or what it did beside the call took so long.
         missing: the ranks that have not made the call, as far as this rank has heard.
         computes: an operation of this rank is ready or runs.
         transfers: those under way.
@@ -54,6 +56,7 @@ class CallRecord:
     receive_nbytes: int = 0
     sent_nbytes: int = 0
     received_nbytes: int = 0
+    still: float = 0.0
     missing: tuple[int, ...] = ()
     computes: bool = False
     transfers: tuple[TransferRecord, ...] = ()

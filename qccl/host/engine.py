@@ -130,7 +130,6 @@ class HostEngine:
         """
         progress, timeout = request.progress, request.timeout
         waits = progress is _CALLER or progress is _SYNCHRONOUS
-        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         if not self._lock.acquire(False):
             self._take_turn()
         try:
@@ -142,12 +141,13 @@ class HostEngine:
                 check_addresses(bound.addresses, program.callers)
             is_alone = not self._active
             execution = self._spare if waits and is_alone else Execution(self)
-            execution.set(program, bound, request, kept, deadline, self.numbers)
+            execution.set(program, bound, request, kept, self.timeout if timeout is None else timeout, self.numbers)
             program.users += 1
             try:
                 if is_alone or (not self._queue and self._may_begin(execution)):
                     outcome = self._begin(execution, waits)
                 else:
+                    execution.deadline = time.monotonic() + execution.timeout
                     self._queue.append(execution)
                     outcome = self._loop.advance_briefly(self._on_control)
                 if outcome is _ENDED and not self._queue:
@@ -194,7 +194,9 @@ class HostEngine:
         self.start(self._barrier, Bound({}, text), Request())
         self.numbers.calls = calls
 
-    def check_consistent(self, text: str, pairs: tuple[str, ...], refusal: str = "") -> str:
+    def check_consistent(
+        self, text: str, pairs: tuple[str, ...], refusal: str = "", *, again: bool = False
+    ) -> str:  # fmt: skip
         """Nothing: the headers of every call are compared."""
         return ""
 
@@ -206,10 +208,11 @@ class HostEngine:
         if self._failure is not None:
             raise self._failure
 
-    def abort(self, reason: str) -> None:
-        """Fail all runs under way with ``reason``; the other ranks raise PeerLost with it. Idempotent."""
+    def abort(self, reason: str) -> QcclError | None:
+        """Fail all runs under way with ``reason``; the other ranks raise PeerLost with it. See engine.base.Engine."""
+        before = self._failure
         if self._failure_sent:
-            return
+            return before
         self._loop.halt()
         taken = False
         try:
@@ -220,6 +223,7 @@ class HostEngine:
                 self._release()
             elif self._failure is None:  # the thread that drives still uses everything: it fails when it returns
                 self._failure = PeerLost(reason)
+        return before
 
     def records(self) -> list[CallRecord]:
         """The last calls; none if another thread drives, and does not let this one look within a second."""
@@ -237,7 +241,8 @@ class HostEngine:
         and whoever made the engine goes on driving it.
         """
         if self._failure is not None or not self.is_idle:
-            return self.abort(reason)
+            self.abort(reason)
+            return
         self._end_progress_thread()
         self._closed, self._failure = True, PeerLost(reason)
         with contextlib.suppress(QcclError):
@@ -381,7 +386,9 @@ class HostEngine:
         begins.
         """
         while self._queue and self._may_begin(self._queue[0]):
-            self._begin(self._queue.popleft(), waits=False)
+            execution = self._queue.popleft()
+            execution.timeout = execution.deadline - time.monotonic()
+            self._begin(execution, waits=False)
             self._remove_ended()
 
     def _remove_ended(self) -> None:
@@ -427,7 +434,7 @@ class HostEngine:
             execution.sequence,
             execution.call,
             request.lr,
-            execution.deadline,
+            execution.timeout,
             request.trace is not None,
             waits,
             self._on_control,

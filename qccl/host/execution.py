@@ -33,14 +33,17 @@ class Execution(WithCallbacks):
         program: what it runs.
         bound, request, kept: as given to Engine.start().
         sequence, call: the numbers that the run has taken.
-        deadline: in time.monotonic() seconds.
+        timeout: seconds from its begin to its deadline.
+        deadline: of a queued run, in time.monotonic() seconds.
         begun: False while the run is queued behind others.
         detached: the progress thread advances the run.
     """
 
     __slots__ = (
         *("_engine", "begun", "bound", "call", "deadline", "detached", "kept", "program", "request", "sequence"),
+        "timeout",
     )
+    deadline: float
 
     is_stream_ordered = False
     stream = 0
@@ -50,13 +53,13 @@ class Execution(WithCallbacks):
         self._engine = engine
 
     def set(
-        self, program: Program, bound: Bound, request: Request, kept: object, deadline: float, numbers: Numbers
+        self, program: Program, bound: Bound, request: Request, kept: object, timeout: float, numbers: Numbers
     ) -> None:  # fmt: skip
         """Set up a run, and take its numbers; may be called again when the run has ended, if nobody else refers to it.
 
         Taking the numbers comes last: before, nothing has happened.
         """
-        self.program, self.bound, self.request, self.kept, self.deadline = program, bound, request, kept, deadline
+        self.program, self.bound, self.request, self.kept, self.timeout = program, bound, request, kept, timeout
         self.done = self.begun = self.detached = False
         self.sequence, self.call = numbers.sequence, numbers.calls
         numbers.sequence += 1

@@ -15,14 +15,14 @@ __all__ = ["records"]
 def records(loop: _host.Loop, queued: Iterable[Execution]) -> Iterator[CallRecord]:
     """From the oldest call on; ``queued`` are those that have not begun. In the thread that drives the loop."""
     under_way = {each[0]: each[1:] for each in loop.under_way()}
-    for sequence, call, header, send_nbytes, receive_nbytes, begun, ended in loop.records():
+    for sequence, call, header, send_nbytes, receive_nbytes, begun, ended, still in loop.records():
         text, sizes = text_of(header), (send_nbytes, receive_nbytes)
         if sequence not in under_way:
-            yield CallRecord(sequence, call, text, "ended", begun, ended or None, *sizes, *sizes)
+            yield CallRecord(sequence, call, text, "ended", begun, ended or None, *sizes, *sizes, still)
             continue
         sent, received, computes, missing, transfers = under_way[sequence]
         yield CallRecord(
-            sequence, call, text, "under way", begun, None, *sizes, sent, received, tuple(missing), computes,
+            sequence, call, text, "under way", begun, None, *sizes, sent, received, still, tuple(missing), computes,
             tuple(TransferRecord(*each) for each in transfers),
         )  # fmt: skip
     for execution in queued:

@@ -176,6 +176,20 @@ def test_a_nonfinite_sum_of_the_node_changes_no_residual() -> None:
     assert_same_bits(after, before, "the residual of rank 1")
 
 
+@pytest.mark.parametrize("node_ids", LAYOUTS, ids=str)
+def test_the_call_by_default_has_the_schedule_of_the_one_by_hand(node_ids: tuple[int, ...]) -> None:
+    """So neither is faster."""
+
+    def run(comm: qccl.Communicator) -> None:
+        comm.nodes = node_ids
+        by_default = comm.plan("allreduce", 1 << 20, op="avg")
+        by_hand = comm.plan("hierarchical_allreduce", 1 << 20, op="avg", node_ids=node_ids)
+        assert by_default.spec == by_hand.spec
+        assert by_default.schedule(in_place=True) == by_hand.schedule(in_place=True)
+
+    qccl.run_ranks(len(node_ids), run)
+
+
 @pytest.mark.parametrize("name", ["allreduce", "allreduce_coalesced"])
 @pytest.mark.parametrize("node_ids", LAYOUTS, ids=str)
 def test_an_all_reduce_has_the_bits_of_two_levels(name: str, node_ids: tuple[int, ...]) -> None:

@@ -583,3 +583,79 @@ def test_a_call_that_cannot_be_captured_changes_nothing(cupy):
         comm.check()
 
     one(run)
+
+
+# -- what nobody refers to any more ----------------------------------------------------------------------------------
+
+
+def test_a_watchdog_that_collects_another_communicator_keeps_its_deadline(world, cupy, monkeypatch):
+    """The collector of garbage runs in any thread, and NCCL may end a communicator only when the device goes on."""
+    threads = []
+
+    def wait_for_the_device(dropped):
+        if getattr(dropped, "_world", None) is not world:  # of an earlier test
+            return
+        threads.append(threading.current_thread().name)
+        deadline = time.monotonic() + 8
+        while ("abort", 0) not in world.calls and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def run(comm):
+        x, out = called(comm)
+        other = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0)
+        called(other)
+        cycle = [other]
+        cycle.append(cycle)
+        ended, collect, check = threading.Event(), threading.Event(), comm.transport.check
+        weakref.finalize(other._session.engine, ended.set)
+
+        def check_and_collect():
+            if collect.is_set() and not ended.is_set():
+                gc.collect()
+            check()
+
+        comm.transport.check = check_and_collect
+        world.communicators.clear()  # the fake's own references
+        monkeypatch.setattr(fake_nccl.NcclCommunicator, "__del__", wait_for_the_device, raising=False)
+        del other, cycle
+        world.ends = False
+        comm.quantized_allreduce(x, out, timeout=0.3)
+        collect.set()
+        begin = time.monotonic()
+        while ("abort", 0) not in world.calls:
+            assert time.monotonic() < begin + 5, "the watchdog is blocked"
+            time.sleep(0.01)
+        assert ended.is_set()
+        world.ends = True
+
+    gc.disable()
+    try:
+        one(run)
+    finally:
+        gc.enable()
+    world.finish(lambda: threads)
+    assert set(threads) == {"garbage of qccl"}
+
+
+def test_the_watchdog_frees_no_arrays(world, cupy):
+    threads = []
+
+    class Kept:
+        def __del__(self):
+            threads.append(threading.current_thread().name)
+
+    def run(comm):
+        x, out = called(comm)
+        x.kept = Kept()
+        world.frozen = True
+        comm.quantized_allreduce(x, out)
+        del x
+        assert not threads
+        world.frozen = False
+        deadline = time.monotonic() + 5
+        while not threads:  # a program that never asks
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    one(run)
+    assert threads == ["garbage of qccl"]

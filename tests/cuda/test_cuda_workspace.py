@@ -179,7 +179,9 @@ def test_memory_is_registered_before_its_use_and_forgotten_before_the_communicat
         comm.check()
         return list(blocks(comm)), list(comm.transport.comm.registered.values())
 
-    for own, registered in ranks(2, run):
+    found = ranks(2, run)
+    world.finish(lambda: len(calls_of(world, "ncclMemFree")) == 4)  # on a thread of its own
+    for own, registered in found:
         assert len(own) == 2 and sorted(registered) == sorted(own)
         for address in own:
             kinds = [call[0] for call in world.calls if call[0].startswith("nccl") and call[1] == address]
@@ -339,6 +341,36 @@ def test_no_rank_waits_for_one_that_has_no_room_for_a_call(name, world, cupy, ti
 
     def on_host(comm):
         return getattr(comm, name)(values(comm.rank, count), np.zeros(count, np.float32), **call).tobytes()
+
+    texts, found = zip(*ranks(3, on_gpu), strict=True)
+    theirs = "rank 1 cannot make this call, so no rank makes it: there is no room"
+    assert texts == (theirs, "there is no room", theirs)
+    assert list(found) == qccl.run_ranks(3, on_host)
+
+
+def test_no_rank_waits_for_one_that_has_no_room_for_a_plan(world, cupy, tiny):
+    """The call is known to all ranks: another plan has made it. All can bind the plan later."""
+    count, call = 80_001, {"codec": "minmax8"}
+
+    def on_gpu(comm):
+        x = fake_cuda.array(values(comm.rank, count), comm.rank)
+        out = fake_cuda.array(np.zeros(count, np.float32), comm.rank)
+        comm.plan("allreduce", count, **call).bind(x, out)
+        plan, compiled = comm.plan("allreduce", count, **call), comm._session.engine.compile
+        if comm.rank == 1:
+            comm._session.engine.compile = lambda schedule: (_ for _ in ()).throw(qccl.EngineError("there is no room"))
+        with pytest.raises(qccl.EngineError) as caught:
+            plan.bind(x, out)
+        comm._session.engine.compile = compiled
+        with pytest.raises(qccl.ArgumentError, match="no arrays yet"):
+            plan.start()
+        assert (out.get() == 0).all()
+        plan.bind(x, out).start().synchronize()
+        plan.bind(x if comm.rank else out)  # what follows is each rank's own affair: no rank waits
+        return str(caught.value), out.get().tobytes()
+
+    def on_host(comm):
+        return comm.quantized_allreduce(values(comm.rank, count), np.zeros(count, np.float32), **call).tobytes()
 
     texts, found = zip(*ranks(3, on_gpu), strict=True)
     theirs = "rank 1 cannot make this call, so no rank makes it: there is no room"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kernel_cases import Case, Operations, Prepared
+from kernel_cases import CASES, Case, Operations, Prepared
 from nvrtc import Nvrtc
 from planted_faults import Bench
 from ptx_emulator import PtxEmulator
@@ -50,14 +50,16 @@ def prepared(case: AnyCase) -> Prepared:
 # -- in lines of PTX -------------------------------------------------------------------------------------------------
 
 
-def of_codec(spec: str) -> Prepared:
-    """The kernels of a codec for float32."""
-    return Operations(Case(codecs.get(spec), dtypes.FLOAT32, "sum", True))
+def of_codec(spec: str, dtype: str) -> Prepared:
+    """The kernels of a codec, with ordinary values."""
+    return Operations(Case(codecs.get(spec), dtypes.get(dtype), "sum", True), kinds=("normal",))
 
 
-def check(benches: Iterable[Bench], seed: int, least: int) -> None:
+def check(benches: Iterable[Bench], seed: int, least: int, kinds: Iterable[str]) -> None:
+    """All faults are found; there are at least so many, and some of each kind."""
     results = [result for bench in benches for result in bench.plants(random.Random(seed))]
     assert len(results) >= least
+    assert {place.split(": ")[1] for place, _, _ in results} >= set(kinds)
     assert not [(place, line) for place, line, found in results if found is None]
 
 
@@ -66,24 +68,40 @@ def bench(make: Callable[..., Prepared], *arguments: str | AnyCase) -> Bench:
     return Bench(PtxEmulator(nvrtc_13()), make(*arguments))
 
 
-def test_faults_planted_in_the_kernels_of_randomk_are_found() -> None:
-    check([bench(of_codec, RANDOMK)], 1, 20)
+#: of each codec, with an element type whose kernels convert
+CODECS = (
+    *(("none", "bfloat16"), ("minmax8:bucket=64", "float32"), ("minmax4:bucket=64,rounding=stochastic", "bfloat16")),
+    *(("cast:dtype=float8_e4m3,bucket=16", "float32"), ("cast:dtype=float16,bucket=16", "bfloat16")),
+    *(("onebit:bucket=16", "float16"), ("topk:k=3,block=16", "float32"), (RANDOMK, "bfloat16"), (DITHERED, "float16")),
+    ("trellis4:bucket=200,block=64", "bfloat16"),
+)
+KINDS = ("barrier", "bounds", "alignment", "lane", "conversion", "value")
+
+
+def test_each_codec_has_planted_faults() -> None:
+    assert {codecs.get(spec).name for spec, _ in CODECS} == {case.codec.name for case in CASES}
+
+
+@pytest.mark.parametrize("which", [1, 7], ids=lambda which: CODECS[which][0])
+def test_faults_planted_in_the_kernels_of_a_codec_are_found(which: int) -> None:
+    check([bench(of_codec, *CODECS[which])], 1, 35, KINDS)
 
 
 def test_faults_planted_in_kernels_with_state_are_found() -> None:
-    check([bench(prepared, TILED), bench(prepared, SPOILT)], 1, 12)
+    check([bench(prepared, TILED), bench(prepared, SPOILT)], 1, 20, KINDS)
 
 
 @pytest.mark.every_arch
 @pytest.mark.parametrize("seed", [1, 2])
-def test_faults_planted_in_the_kernels_of_several_codecs_are_found(seed: int) -> None:
-    check([bench(of_codec, spec) for spec in ("topk:k=3,block=16", RANDOMK, "onebit:bucket=16")], seed, 60)
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_faults_planted_in_the_kernels_of_each_codec_are_found(codec: tuple[str, str], seed: int) -> None:
+    check([bench(of_codec, *codec)], seed, 30, KINDS)
 
 
 @pytest.mark.every_arch
 @pytest.mark.parametrize("seed", [2, 3])
 def test_faults_planted_in_several_kernels_with_state_are_found(seed: int) -> None:
-    check([bench(prepared, case) for case in (BUCKETED, TILED, SENDER, SPOILT)], seed, 30)
+    check([bench(prepared, case) for case in (BUCKETED, TILED, SENDER, SPOILT)], seed, 40, KINDS)
 
 
 # -- in the source ---------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from device import Mirror
+from reports import report
 
 from qccl import codecs, dtypes
 from qccl.codecs.base import Codec
@@ -77,6 +78,7 @@ def measure(mebibytes: int = 64, jobs: int = 8, repeats: int = 20) -> dict[str, 
     stream = gpu.cupy.cuda.Stream(non_blocking=True)
     copied = _copy_rate(stream, jobs * mebibytes << 20, repeats)
     figures: dict[str, Any] = {"copy_gb_per_s": copied / 1e9, "limit": LIMIT, "peers": _PEERS}
+    report("copy_gb_per_s", figures["copy_gb_per_s"])
     figures["nccl_allreduce_of_one_rank_gb_per_s"] = _nccl_rate(stream, jobs * mebibytes << 20, repeats) / 1e9
     engine = CudaEngine(Mirror(1))
     for dtype in (dtypes.FLOAT32, dtypes.BFLOAT16, dtypes.FLOAT16):
@@ -88,7 +90,8 @@ def measure(mebibytes: int = 64, jobs: int = 8, repeats: int = 20) -> dict[str, 
             for kind in kinds:
                 schedule, moved = _schedule(kind, codec, dtype, count, jobs)
                 rate = moved / _seconds(_run(engine, schedule, memory, stream), stream, repeats)
-                figures[f"{kind} {spec} {dtype}"] = {"gb_per_s": rate / 1e9, "share_of_copy": rate / copied}
+                found = {"gb_per_s": rate / 1e9, "share_of_copy": rate / copied}
+                figures[f"{kind} {spec} {dtype}"] = report(f"{kind} {spec} {dtype}", found)
         del memory
     engine.close(30)
     asked = [(kind, spec, dtypes.get(name)) for spec, kinds in _SPECS.items() for kind in kinds for name in _MEASURED]

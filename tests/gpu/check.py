@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,17 +25,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from device import Missing
+from building import build
+from reports import PART, Missing, each_of, stacks_before
 
 import qccl
 from qccl.cuda import libraries
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _RESULT = "qccl-gpu-check-result: "
-#: compute-sanitizer's exit status when it has found something
-_FOUND = 99
 #: characters of an error in the output, of which some machines return only the end
 _MOST_PRINTED = 1000
+#: characters of the output of a section that has no result, kept in its result
+_MOST_KEPT = 3000
 
 
 def _of(module: str, function: str) -> Callable[[], dict[str, Any]]:
@@ -46,11 +46,9 @@ def _of(module: str, function: str) -> Callable[[], dict[str, Any]]:
 
 def kernels() -> dict[str, Any]:
     """Every codec, element type, bucket and alignment against the host's bytes."""
-    from codec_kernels import cases, check
+    from codec_kernels import cases, check_apart
 
-    compared, differences = check(list(cases()))
-    assert not differences, "; ".join(differences[:5]) + f" ({len(differences)} cases)"
-    return {"operations": compared}
+    return check_apart(range(len(list(cases()))))
 
 
 def streams() -> dict[str, Any]:
@@ -58,7 +56,7 @@ def streams() -> dict[str, Any]:
     import queues
     from calls import stream_order
 
-    return stream_order() | queues.all_checks()
+    return each_of({"order": stream_order, "queues": queues.all_checks})
 
 
 def bandwidth() -> dict[str, Any]:
@@ -66,40 +64,6 @@ def bandwidth() -> dict[str, Any]:
     from bandwidth import measure
 
     return measure()
-
-
-def memcheck() -> dict[str, Any]:
-    """No access outside an allocation."""
-    return _sanitize("memcheck", 7, "overrun")
-
-
-def racecheck() -> dict[str, Any]:
-    """No races in shared memory."""
-    return _sanitize("racecheck", 11, "race")
-
-
-def _sanitize(tool: str, every: int, mistake: str) -> dict[str, Any]:
-    program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-    if program is None:
-        raise Missing("there is no compute-sanitizer in PATH or /usr/local/cuda/bin")
-    status, output = _under(program, tool, mistake)
-    if status != _FOUND:  # a tool that misses the planted error proves nothing
-        raise Missing(f"compute-sanitizer does not find a planted mistake (exit status {status}): {output[-600:]}")
-    status, output = _under(program, tool, str(every))
-    assert status == 0, f"exit status {status}: {output[-1500:]}"
-    compared = re.search(r"(\d+) operations compared", output)
-    assert compared is not None, f"nothing was compared: {output[-600:]}"
-    summary = next((line for line in output.splitlines() if "SUMMARY" in line), "")
-    return {"operations": int(compared[1]), "summary": summary.strip("= "), "finds_a_planted": mistake}
-
-
-def _under(program: str, tool: str, argument: str) -> tuple[int, str]:
-    """Exit status and output of the kernels under compute-sanitizer."""
-    command = [program, "--tool", tool, "--error-exitcode", str(_FOUND), "--print-limit", "5"]
-    command += ["--report-api-errors", "no"]  # CuPy and qccl ask questions that the driver may answer with an error
-    command += [sys.executable, str(Path(__file__).with_name("codec_kernels.py")), argument]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # run_apart() limits it
-    return done.returncode, done.stdout
 
 
 #: section -> its function, and its limit in seconds
@@ -116,27 +80,28 @@ SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
     "torch": (_of("frameworks", "torch_checks"), 50),  # tensors, streams and graphs of PyTorch, and its NCCL
     "jax": (_of("frameworks", "jax_checks"), 50),  # arrays of JAX
     "large": (_of("large", "check"), 60),  # more than 2^31 elements
-    "memcheck": (memcheck, 190),
-    "racecheck": (racecheck, 190),
-    "driver": (_of("triage", "driver"), 40),
-    "codecs": (_of("triage", "codecs"), 90),
-    "nccl": (_of("triage", "nccl"), 90),
-    "rates": (_of("triage", "rates"), 60),
-    "profile": (_of("triage", "profile"), 100),
+    "memcheck": (_of("sanitizer", "memcheck"), 190),
+    "racecheck": (_of("sanitizer", "racecheck"), 190),
+    "driver": (_of("triage", "driver"), 30),
+    "codecs": (_of("triage", "codecs"), 70),
+    "nccl": (_of("triage", "nccl"), 50),
+    "rates": (_of("triage", "rates"), 40),
+    "sanitizer": (_of("sanitizer", "one_case_each"), 60),
+    "profile": (_of("triage", "profile"), 50),
 }
-#: a machine may be available for ten minutes at a time only, so each run takes at most eight: BUILD_SECONDS for the
-#: extension, which scripts/gpu-check builds, and the limits of the run's sections
+#: a machine may be available for ten minutes at a time only, so each run takes at most eight, and the triage five:
+#: the limits of the run's sections; besides the time in which building.py compiles the extension, where there is none
 RUNS = {
     "1": ("kernels", "streams", "graphs", "dispatch", "overlap", "bandwidth"),
     "2": ("staged", "ranks", "faults", "torch", "jax", "large"),
     "3": ("memcheck", "racecheck"),
-    "triage": ("driver", "codecs", "nccl", "rates", "profile"),
+    "triage": ("driver", "codecs", "nccl", "rates", "sanitizer", "profile"),
 }
-#: a machine without a profiler is good enough
-OPTIONAL = ("profile",)
+#: a machine without these tools is good enough
+OPTIONAL = ("sanitizer", "profile")
 #: the sections that must pass; those of the triage ask less of the same
 REQUIRED = [name for name in SECTIONS if name not in RUNS["triage"]]
-RUN_SECONDS, BUILD_SECONDS = 480, 100
+RUN_SECONDS, TRIAGE_SECONDS = 380, 300
 
 
 def run_section(name: str) -> dict[str, Any]:
@@ -159,39 +124,57 @@ def _rounded(figures: Any) -> Any:
     return json.loads(json.dumps(figures), parse_float=lambda text: float(f"{float(text):.4g}"))
 
 
-def run_apart(name: str) -> dict[str, Any]:
-    """One section in a separate process, which is ended with all its children."""
-    limit = SECTIONS[name][1]
-    begin = time.monotonic()
+def run_apart(name: str, logs: Path) -> dict[str, Any]:
+    """One section in a separate process, which is ended with all its children.
+
+    ``logs`` gets a file with all that it says, and NCCL's own files, unless the environment tells NCCL otherwise.
+    """
+    limit, begin = SECTIONS[name][1], time.monotonic()
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{name}.txt"
+    nccl = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(logs / f"{name}-nccl.%h.%p.txt")}
     places = (ROOT, ROOT / "tests" / "support", ROOT / "tests" / "gpu", os.environ.get("PYTHONPATH"))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(place) for place in places if place)}
-    command = [sys.executable, str(Path(__file__)), "--inside", name]
-    pipe, in_time = subprocess.PIPE, True
+    environment = nccl | os.environ | {"PYTHONPATH": os.pathsep.join(str(place) for place in places if place)}
+    command, in_time = [sys.executable, str(Path(__file__)), "--inside", name, str(limit)], True
     with contextlib.ExitStack() as end:
+        file = end.enter_context(log.open("w"))
         with _sigterm_later():  # inside Popen() it would leave a process that nothing ends
             process = subprocess.Popen(
-                command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
             end.callback(_kill_group, process.pid)
         try:
-            out, err = process.communicate(timeout=limit)
+            process.wait(limit)
         except subprocess.TimeoutExpired:
             in_time = False
-    seconds = round(time.monotonic() - begin, 2)
-    if not in_time:
-        out, err = process.communicate(timeout=30)
-        return {
-            "status": "failed",
-            "reason": f"not done after {limit:.0f} s: {(out + err)[-500:]!r}",
-            "seconds": seconds,
-        }
-    for line in out.splitlines():
-        if line.startswith(_RESULT):
-            result: dict[str, Any] = json.loads(line.removeprefix(_RESULT))
-            if result["status"] == "failed":
-                print(err[-_MOST_PRINTED:], file=sys.stderr)
-            return result
-    return {"status": "failed", "reason": f"exit status {process.returncode}: {err[-800:]}", "seconds": seconds}
+    status = process.wait(30)
+    result, parts, said = _read(log)
+    if result is None:
+        reason = f"exit status {status}" if in_time else f"not done after {limit:.0f} s"
+        result = {"status": "failed", "reason": f"{reason}: {said[-_MOST_KEPT:]}"}
+        result["seconds"] = round(time.monotonic() - begin, 2)
+    if result["status"] == "failed":
+        print(said[-_MOST_PRINTED:], file=sys.stderr)
+        if parts or "figures" in result:
+            result["figures"] = parts | result.get("figures", {})
+    return result
+
+
+def _read(log: Path) -> tuple[dict[str, Any] | None, dict[str, Any], str]:
+    """The result of a section, the parts of its figures that it has told, and all else that it said."""
+    result, parts, rest = None, dict[str, Any](), []
+    for line in log.read_text(errors="replace").splitlines():
+        try:
+            if line.startswith(PART):
+                parts |= _rounded(json.loads(line.removeprefix(PART)))
+                continue
+            if line.startswith(_RESULT):
+                result = json.loads(line.removeprefix(_RESULT))
+                continue
+        except ValueError:  # the process was ended while it wrote it
+            pass
+        rest.append(line)
+    return result, parts, "\n".join(rest)
 
 
 def _kill_group(leader: int) -> None:
@@ -287,14 +270,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)} (all but the triage's)"
     )
-    parser.add_argument(
-        "--run", choices=RUNS, help="triage: the most decisive checks; 1, 2, 3: all others, in eight minutes each"
-    )
+    parser.add_argument("--run", choices=RUNS, help="triage: the most decisive checks; 1, 2, 3: all others")
     parser.add_argument("-o", "--output", type=Path, help="the results file (docs/results/<gpu>-<date>.json)")
-    parser.add_argument("--inside", choices=SECTIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--list", action="store_true", help="print the sections with their limits, and run nothing")
+    parser.add_argument("--inside", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    if given.list:
+        for run, names in RUNS.items():
+            print(f"--run {run}: " + ", ".join(f"{name} ({SECTIONS[name][1]:.0f} s)" for name in names))
+        return 0
     if given.inside is not None:
-        print(_RESULT + json.dumps(run_section(given.inside)), flush=True)
+        name, limit = given.inside
+        stacks_before(float(limit))
+        print(_RESULT + json.dumps(run_section(name)), flush=True)
         return 0
     unknown = [name for name in given.sections if name not in SECTIONS]
     if unknown:
@@ -308,6 +296,9 @@ def main(arguments: Sequence[str]) -> int:
     about = description()
     if not about["commit"]:
         parser.error(f"{ROOT} is no git checkout: set QCCL_COMMIT to the commit, under which the results are kept")
+    if reason := build(ROOT):
+        print(f"gpu-check: {reason}", file=sys.stderr)
+        return 1
     return check(about, given.sections or RUNS.get(given.run) or REQUIRED, given.output)
 
 
@@ -318,11 +309,14 @@ def check(about: dict[str, Any], names: Sequence[str], output: Path | None) -> i
     found, last = earlier(about, [*beside, *([output] if output else [])])
     output = output or last or default
     for name in names:
-        found[name] = run_apart(name) | {"date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
+        found[name] = run_apart(name, output.with_name(f"{output.stem}-logs")) | {
+            "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        }
         write(output, document(about, found))
         print(_lines(name, found[name]), flush=True)
     print(f"wrote {output}", flush=True)
-    bad = [name for name in names if found[name]["status"] != "passed" and name not in OPTIONAL]
+    good = {name: ("passed", "not run") if name in OPTIONAL else ("passed",) for name in names}
+    bad = [name for name in names if found[name]["status"] not in good[name]]
     if tuple(names) == RUNS["triage"]:
         print(verdict(bad, found), flush=True)
     return 1 if bad else 0

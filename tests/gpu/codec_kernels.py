@@ -1,14 +1,17 @@
 """The device's kernels against the host's, byte for byte: the same schedule of codec operations on both engines.
 
-``python codec_kernels.py N`` runs every N-th case and exits with 1 where bytes differ; every array then has an
-allocation of its own, for compute-sanitizer. ``overrun`` and ``race`` instead of N make a mistake, which it must find.
+``python codec_kernels.py N`` runs every N-th case, and ``only N`` that case, with few elements, and exits with 1 where
+bytes differ; every array then has an allocation of its own, for compute-sanitizer. ``overrun`` and ``race`` make a
+mistake, which it must find. ``cases N,N`` runs cases and says of each, when it has ended, how it went.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +19,8 @@ import numpy as np
 from codec_table import ALL, TABLE
 from device import DeviceArray, Kernels, Mirror
 from kernel_calls import KINDS, hard_values
+from reports import report
+from sanitizer import on_case
 
 from qccl import codecs, dtypes
 from qccl.codecs.base import Codec
@@ -30,6 +35,10 @@ from qccl.transports.loopback import LoopbackGroup
 
 BUCKETS: tuple[int | str, ...] = (8, 64, 256, 1000, 1024, 4096, 8192, 8200, 20_000, "shard")
 _SOURCES = 3
+#: what a process says of a case: the operations that were compared, and the difference
+_ENDED = re.compile(r"ended (\d+) ?(.*)")
+#: so many processes may end early
+_DEATHS = 4
 _VARIANTS = ("sum", "avg", "min", "max", "no wire", "no out", "no own", "in place", "one source")
 
 
@@ -188,12 +197,16 @@ def difference(case: Case, schedule: Schedule, mine: dict[str, np.ndarray], thei
     return ""
 
 
-def _compile(engine: Any, chosen: list[Case]) -> None:
+#: cases with their numbers, from which their values are drawn
+Numbered = Sequence[tuple[int, Case]]
+
+
+def _compile(engine: Any, chosen: Numbered) -> None:
     """Compile all kernels at once, on all cores, because compiling takes most of the time."""
     from qccl.cuda.kernels import kernels
 
     names: set[str] = set()
-    for seed, case in enumerate(chosen):
+    for seed, case in chosen:
         schedule, _ = build(case, seed)
         for step in stream_tasks(schedule):
             if step.ops:
@@ -203,22 +216,58 @@ def _compile(engine: Any, chosen: list[Case]) -> None:
         kernels(engine.device.number, sorted(names))
 
 
-def check(chosen: list[Case]) -> tuple[int, list[str]]:
+def check(chosen: Numbered) -> tuple[int, list[str]]:
     """The number of compared operations, and the differences."""
+    compared, differences = 0, []
+    for operations, found in _each(chosen):
+        differences += [found] if found else []
+        compared += operations
+    return compared, differences
+
+
+def _each(chosen: Numbered) -> Iterator[tuple[int, str]]:
+    """For each case the number of compared operations, and the difference."""
     from qccl.cuda.engine import CudaEngine
 
     engine = CudaEngine(Mirror(1))
-    compared, differences = 0, []
     _compile(engine, chosen)
-    for seed, case in enumerate(chosen):
+    for seed, case in chosen:
         schedule, arrays = build(case, seed)
         mine, theirs = (run(schedule, arrays, seed) for run in (lambda *a: on_gpu(engine, *a), on_host))
-        found = difference(case, schedule, mine, theirs)
-        if found:
-            differences.append(found)
-        compared += len(schedule.ops)
+        yield len(schedule.ops), difference(case, schedule, mine, theirs)
     engine.close(30)
-    return compared, differences
+
+
+def check_apart(numbers: Sequence[int]) -> dict[str, Any]:
+    """check() of the cases with these numbers, in processes of their own.
+
+    After an error of a kernel CUDA answers nothing any more in its process. So another process goes on behind that
+    case. Raises AssertionError with the failures, and with what compute-sanitizer says of the first case that failed.
+    """
+    every, left, failed = list(cases()), list(numbers), dict[int, str]()
+    compared = deaths = 0
+    while left and deaths < _DEATHS:
+        command = [sys.executable, __file__, "cases", ",".join(map(str, left))]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if match := _ENDED.match(line):
+                    number = left.pop(0)
+                    compared += int(match[1])
+                    report("operations", compared)
+                    if match[2]:
+                        failed[number] = match[2]
+        if left:  # it has ended early
+            deaths, number = deaths + 1, left.pop(0)
+            failed[number] = f"{every[number]}: its process ended with status {process.returncode}"
+            report("failed", failed[number])
+    figures: dict[str, Any] = {"operations": compared, "cases": len(numbers) - len(left)}
+    if failed:
+        if words := on_case(min(failed, key=list(numbers).index)):
+            figures["compute-sanitizer"] = words
+        few = "; ".join([*failed.values()][:5])
+        raise AssertionError(f"{few} ({len(failed)} of {figures['cases']} cases; stderr has the errors)", figures)
+    return figures
 
 
 def plant(mistake: str) -> None:
@@ -233,14 +282,23 @@ def plant(mistake: str) -> None:
 
 
 def main() -> int:
-    """For the sanitizers: every n-th case, with few elements; or a planted error."""
-    cuda_libraries().cupy.cuda.set_allocator(None)  # no pool, so that memory beside an array is unallocated
-    if not sys.argv[1].isdecimal():
-        plant(sys.argv[1])
+    """What the module's text says."""
+    every = list(enumerate(cases()))
+    if sys.argv[1] == "cases":
+        for operations, found in _each([every[int(number)] for number in sys.argv[2].split(",")]):
+            print(f"ended {operations} {found}", flush=True)
         return 0
-    every = int(sys.argv[1])
-    small = [Case(c.codec, c.dtype, tuple(n for n in c.counts if n < 9000)) for c in list(cases())[::every]]
-    compared, differences = check(small)
+    cuda_libraries().cupy.cuda.set_allocator(None)  # no pool, so that memory beside an array is unallocated
+    match sys.argv[1:]:
+        case ["only", number]:
+            chosen = [every[int(number)]]
+        case [step] if step.isdecimal():
+            chosen = every[:: int(step)]
+        case [mistake]:
+            plant(mistake)
+            return 0
+    few = [(n, Case(c.codec, c.dtype, tuple(k for k in c.counts if k < 9000))) for n, c in chosen]
+    compared, differences = check(few)
     print(f"{compared} operations compared", *differences, sep="\n")
     return 1 if differences else 0
 

@@ -37,10 +37,6 @@ extern "C" __global__ void race(unsigned* to) {
 """
 
 
-class Missing(Exception):
-    """A check cannot run here; the text says why."""
-
-
 class DeviceArray:
     """A copy of ``values`` on the GPU, between guard areas, ``shift`` bytes from a multiple of 256.
 

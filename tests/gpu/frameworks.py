@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 from calls import _same, _values
-from device import DeviceArray, Kernels, Missing, _known, mirrored
+from device import DeviceArray, Kernels, _known, mirrored
+from reports import Missing, each_of
 
 import qccl
 from qccl.cuda.libraries import cuda_libraries
@@ -22,8 +23,14 @@ _ARGUMENTS = {"codec": "minmax8", "algorithm": "one_shot"}
 def torch_checks() -> dict[str, Any]:
     """The whole section "torch"."""
     torch = _imported("torch")
-    _tensors(torch)
-    return {"host_seconds": _current_stream(torch), "replays": _graph(torch), "from_torch": _from_torch(torch)}
+    return each_of(
+        {
+            "types": lambda: _tensors(torch),
+            "host_seconds": lambda: _current_stream(torch),
+            "replays": lambda: _graph(torch),
+            "from_torch": lambda: _from_torch(torch),
+        }
+    )
 
 
 def jax_checks() -> dict[str, Any]:
@@ -34,7 +41,7 @@ def jax_checks() -> dict[str, Any]:
         device = jax.devices("gpu")[0]
     except RuntimeError as error:
         raise Missing(f"JAX has no GPU here ({error})") from error
-    return {"types": _jax_arrays(jax, device), "host_seconds": _jax_order(jax, device)}
+    return each_of({"types": lambda: _jax_arrays(jax, device), "host_seconds": lambda: _jax_order(jax, device)})
 
 
 def _imported(name: str) -> Any:
@@ -52,7 +59,7 @@ def _expected(values: np.ndarray, size: int = 2, dtype: str | None = None) -> np
 # -- PyTorch ---------------------------------------------------------------------------------------------------------
 
 
-def _tensors(torch: Any) -> None:
+def _tensors(torch: Any) -> list[str]:
     """Each element type, with a call's own order and in the order of a permuted tensor."""
     values = _values(1, COUNT)
     bits = (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -70,6 +77,7 @@ def _tensors(torch: Any) -> None:
         comm.quantized_allreduce(matrix.t(), **_ARGUMENTS)
         comm.check()
         _same_bytes(matrix.cpu().numpy().ravel(), _expected(values[:60_000]), "a transposed tensor")
+    return ["float32", "float16", "bfloat16"]
 
 
 def _current_stream(torch: Any, delay: float = 0.2) -> float:

@@ -6,7 +6,8 @@ import time
 from typing import Any
 
 import numpy as np
-from device import Missing, mirrored
+from device import mirrored
+from reports import Missing
 
 import qccl
 from qccl.cuda.libraries import cuda_libraries

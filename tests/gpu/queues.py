@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from device import DeviceArray, Kernels, mirrored
+from reports import each_of
 
 import qccl
 from qccl.cuda.libraries import cuda_libraries
@@ -76,4 +77,4 @@ def many_calls(calls: int = 2000, delay: float = 1.0) -> dict[str, Any]:
 
 def all_checks() -> dict[str, Any]:
     """The whole section."""
-    return {"full_queue": full_queue(), "late_start": late_start(), "many_calls": many_calls()}
+    return each_of({"full_queue": full_queue, "late_start": late_start, "many_calls": many_calls})

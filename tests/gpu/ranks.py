@@ -15,12 +15,14 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from device import DeviceArray
 from kernel_calls import hard_values
+from reports import each_of, stacks_before
 
 import qccl
 from qccl.cuda import libraries
@@ -75,8 +77,8 @@ def _digest(x: np.ndarray) -> str:
 
 def check_all() -> dict[str, Any]:
     """2 to 4 ranks; then 2 for which NCCL registers no memory, to compare the rates."""
-    found = {f"{size} ranks": check(size) for size in (2, 3, 4)}
-    return found | {"2 ranks, unregistered": check(2, NCCL_LOCAL_REGISTER="0")}
+    sizes = {f"{size} ranks": partial(check, size) for size in (2, 3, 4)}
+    return each_of({**sizes, "2 ranks, unregistered": partial(check, 2, NCCL_LOCAL_REGISTER="0")})
 
 
 def check(size: int, **variables: str) -> dict[str, Any]:
@@ -136,6 +138,7 @@ def _ended(process: subprocess.Popen[str], deadline: float) -> tuple[dict[str, A
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate(timeout=30)
+    sys.stderr.write(err)  # the section's process keeps all of it
     lines = [line for line in out.splitlines() if line.startswith("{")]
     return json.loads(lines[-1]) if lines else {"stderr": err[-1000:]}, process.returncode
 
@@ -250,5 +253,6 @@ def _faults() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    stacks_before(_SECONDS)
     _use_device()
     print(json.dumps({"calls": _calls, "faults": _faults}[sys.argv[1]]()), flush=True)

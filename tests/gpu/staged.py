@@ -10,10 +10,12 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 from device import Apart, DeviceArray, Kernels
+from reports import each_of
 
 import qccl
 from qccl.communicator import Communicator
@@ -186,5 +188,5 @@ def measure(mebibytes: int = 64) -> dict[str, Any]:
 def all_checks() -> dict[str, Any]:
     """The whole section."""
     os.environ |= ENVIRONMENT
-    found = {f"{size} ranks": check(size) for size in (2, 3)}
-    return found | {"order": check_order(), "away": check_away(), "speed": measure()}
+    sizes = {f"{size} ranks": partial(check, size) for size in (2, 3)}
+    return each_of({**sizes, "order": check_order, "away": check_away, "speed": measure})

@@ -76,12 +76,13 @@ class Case:
 class Operations:
     """The operations of a case, their launches, and the host's results."""
 
-    def __init__(self, case: Case, seed: int = 1) -> None:
+    def __init__(self, case: Case, seed: int = 1, kinds: Sequence[str] = KINDS) -> None:
+        """``kinds`` of values."""
         self.case = case
         self.rng = np.random.default_rng([seed, sum(map(ord, str(case)))])
         self.arrays = Arrays(case.aligned, self.rng)
         self.call = int(self.rng.integers(0, 1 << 40))
-        self._kinds = itertools.cycle(self.rng.permutation(KINDS))
+        self._kinds = itertools.cycle(self.rng.permutation(kinds))
         self._expected: list[tuple[str, str, Span, np.ndarray]] = []
         groups: dict[str, list[Op]] = {"encode": [], "decode": [], "add": [], "reduce": []}
         for count in case.counts:

@@ -19,6 +19,7 @@ _OFFSET = r"(?:\+\d+)?\]"
 class Plant:
     """A kind of fault: a regular expression for the code that it replaces, and the new code."""
 
+    kind: str
     name: str
     pattern: str
     replacement: str
@@ -27,20 +28,31 @@ class Plant:
 
 PLANTS = (
     # all of them: another one may stand between the same accesses
-    Plant("barriers are missing", r"\bbar\.sync\s+0;", "", everywhere=True),
-    Plant("a load is far away", rf"(ld\.global[^;]*\[%\w+){_OFFSET}", r"\1+16777216]"),
-    Plant("a store is far away", rf"(st\.global[^;]*\[%\w+){_OFFSET}", r"\1+16777216]"),
-    Plant("a store is one byte further", rf"(st\.global[^;]*\[%\w+){_OFFSET}", r"\1+1]"),
-    Plant("a store is wider", r"st\.global\.u?b?8(\s+\[%\w+(?:\+\d+)?\], )%\w+;", r"st.global.u32\g<1>%r1;"),
-    Plant("shared memory is not there", rf"((?:ld|st)\.shared[^;]*\[[%\w$]+){_OFFSET}", r"\1+131072]"),
-    Plant("a lane is missing", r"(shfl\.sync\.[^;]*), (?:-1|0xffffffff|4294967295);", r"\1, 0x7fffffff;"),
-    Plant("a lane reads itself", r"(shfl\.sync\.bfly\.[^;]*), \d+, (\d+), -1;", r"\1, 0, \2, -1;"),
+    Plant("barrier", "barriers are missing", r"\bbar\.sync\s+0;", "", everywhere=True),
+    Plant("barrier", "barriers of warps are missing", r"\bbar\.warp\.sync\s+-1;", "", everywhere=True),
+    Plant("bounds", "a load is far away", rf"(ld\.global[^;]*\[%\w+){_OFFSET}", r"\1+16777216]"),
+    Plant("bounds", "a store is far away", rf"(st\.global[^;]*\[%\w+){_OFFSET}", r"\1+16777216]"),
+    Plant("bounds", "a store is wider", r"st\.global\.u?b?8(\s+\[%\w+(?:\+\d+)?\], )%\w+;", r"st.global.u32\g<1>%r1;"),
+    Plant("bounds", "shared memory is not there", rf"((?:ld|st)\.shared[^;]*\[[%\w$]+){_OFFSET}", r"\1+131072]"),
+    Plant("alignment", "a load is one byte further", rf"(ld\.global[^;]*(?:16|32|64)\s[^;]*\[%\w+){_OFFSET}", r"\1+1]"),
+    Plant("alignment", "a store is one byte further", rf"(st\.global[^;]*\[%\w+){_OFFSET}", r"\1+1]"),
+    Plant("lane", "a lane is missing", r"(shfl\.sync\.[^;]*), [^,;]+;", r"\1, 0x7fffffff;"),
+    Plant("lane", "a warp's barrier lacks a lane", r"(bar\.warp\.sync)\s+-1;", r"\1 0x7fffffff;"),
+    Plant("conversion", "values are cut off", r"cvt\.rn\.(bf16\w*\.f32)", r"cvt.rz.\1", everywhere=True),
+    Plant("conversion", "values are rounded", r"cvt\.rzi\.s32\.f32", "cvt.rni.s32.f32", everywhere=True),
+    Plant(
+        "conversion",
+        "halves are swapped",
+        r"(cvt\.rn\.\w+x2\.f32\s+%\w+), (%\w+), (%\w+);",
+        r"\1, \3, \2;",
+        everywhere=True,
+    ),
+    Plant("conversion", "bytes are reversed", r"(prmt\.b32\s[^;]*), [^,;]+;", r"\1, 0x0123;", everywhere=True),
     # of addresses: other undefined bits may decide comparisons without consequence
-    Plant("a register is never set", r"cvta\.to\.global\.u64\s+%\w+, %\w+;", ""),
+    Plant("value", "a register is never set", r"cvta\.to\.global\.u64\s+%\w+, %\w+;", "", everywhere=True),
     # not of constants: of NaN the result is the same, of +0 it is for all but -0
-    Plant("a sum is a difference", r"add\.rn\.f32(\s+%\w+, %\w+, %)", r"sub.rn.f32\1"),
-    Plant("a product is a sum", r"mul\.rn\.f32", "add.rn.f32"),
-    Plant("a comparison is inverted", r"@!?(%p\w+) bra", r"@\1 bra"),
+    Plant("value", "sums are differences", r"add\.rn\.f32(\s+%\w+, %\w+, %)", r"sub.rn.f32\1", everywhere=True),
+    Plant("value", "products are sums", r"mul\.rn\.f32", "add.rn.f32", everywhere=True),
 )
 
 
@@ -68,7 +80,7 @@ class Bench:
                         chosen = places if plant.everywhere else [chooser.choice(places)]
                         text = "\n".join(changed[i] if i in chosen else line for i, line in enumerate(lines))
                         with self._emulator.edited(name, text):
-                            yield f"{kind}: {plant.name}", lines[chosen[0]].strip(), self.found(kind)
+                            yield f"{kind}: {plant.kind}: {plant.name}", lines[chosen[0]].strip(), self.found(kind)
 
     def found(self, kind: str) -> str | None:
         """What is wrong with a launch."""

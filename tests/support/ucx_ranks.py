@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -170,8 +171,8 @@ def other_size(*where) -> None:
         assert rank == 1, "the sizes differ"
 
 
-def _call_until_it_fails(comm: qccl.Communicator) -> Exception:
-    x = np.ones(200_000, np.float32)
+def _call_until_it_fails(comm: qccl.Communicator, count: int = 200_000) -> Exception:
+    x = np.ones(count, np.float32)
     try:
         while True:
             comm.quantized_allreduce(x, op="avg")
@@ -188,6 +189,20 @@ def dies(*where) -> None:
         print("dying", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     error = _call_until_it_fails(comm)
+    assert isinstance(error, qccl.PeerLost) and "rank 1 was lost" in str(error), error
+
+
+def dies_in_a_transfer(*where) -> None:
+    """Rank 1 is killed while the ranks move 16 MiB; the others name it before their deadline."""
+    comm = connect(*where)
+    x = np.ones(4 << 20, np.float32)
+    for _ in range(2):
+        begin = time.monotonic()
+        comm.quantized_allreduce(x, op="avg")
+        seconds = time.monotonic() - begin
+    if comm.rank == 1:
+        threading.Timer(seconds / 2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    error = _call_until_it_fails(comm, x.size)
     assert isinstance(error, qccl.PeerLost) and "rank 1 was lost" in str(error), error
 
 

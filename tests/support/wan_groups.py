@@ -17,7 +17,7 @@ import qccl
 from qccl.transports import topology
 from qccl.transports.wan import WanTransport
 
-__all__ = ["COUNTS", "Group", "allreduces", "group"]
+__all__ = ["COUNTS", "Group", "allreduces", "group", "ports_of"]
 
 #: values of one call, and how many calls are under way at once
 COUNTS = [(0, 1), (1, 1), (64, 20), (1000, 3), (5000, 20), (100_000, 3), (1_000_000, 2)]
@@ -34,6 +34,17 @@ def allreduces(comm: qccl.Communicator, chosen: random.Random) -> int:
         result: NDArray[np.float32] = work.wait()
         assert (result == places * (call + 1) * comm.size + others).all(), f"rank {comm.rank}: wrong values"
     return calls
+
+
+def addresses_of(transport: WanTransport) -> list[bytes]:
+    """Of the ranks' wires."""
+    assert transport.membership is not None
+    return [bytes.fromhex(member.worker) for member in transport.membership.members]
+
+
+def ports_of(transport: WanTransport) -> list[int]:
+    """By rank, where its wire listens."""
+    return [int(address.partition(b"\0")[0].split()[-1]) for address in addresses_of(transport)]
 
 
 class Group(NamedTuple):
@@ -71,6 +82,7 @@ def group(
     barrier, notes = threading.Barrier(size), [b""] * size
     made, calls, stop = threading.Barrier(size + 1), [0] * size, threading.Event()
     addresses: list[bytes] = []
+    ports: list[int] = []
 
     def gather(rank: int) -> Callable[[bytes], Sequence[bytes]]:
         def meet(note: bytes) -> Sequence[bytes]:
@@ -86,8 +98,8 @@ def group(
         machine.number = 1 + rank // ranks_each if ranks_each else 0
         transport = WanTransport(gather(rank), 30.0, is_local=True, secret=secret)
         if not rank:
-            assert transport.membership is not None
-            addresses.extend(bytes.fromhex(member.worker) for member in transport.membership.members)
+            ports.extend(ports_of(transport))
+            addresses.extend(addresses_of(transport))
         with qccl.Communicator.from_transport(transport, timeout=timeout) as comm:
             made.wait(30)
             chosen = random.Random(seed)
@@ -100,7 +112,6 @@ def group(
         ends = [pool.submit(run, rank) for rank in range(size)]
         try:
             made.wait(30)
-            ports = [int(address.partition(b"\0")[0].split()[-1]) for address in addresses]
             yield Group(addresses[0].split()[0], ports, calls, ends, stop)
         finally:
             stop.set()

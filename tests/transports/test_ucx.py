@@ -131,10 +131,11 @@ def test_a_rank_that_is_killed_is_named(over):
     assert max(end for *_, end in found) - found[1][3] < 8, "the survivors have a keepalive of a second"
 
 
-def test_a_rank_that_is_killed_and_not_reaped_is_named():
+@pytest.mark.parametrize("name", ["dies", "dies_in_a_transfer"])
+def test_a_rank_that_is_killed_and_not_reaped_is_named(name):
     """UCX's keepalive takes it to be alive, and the others would wait for their deadline of 30 s."""
-    found = run(3, "dies", zombie=1)
-    check("dies", found, but=1)
+    found = run(3, name, zombie=1)
+    check(name, found, but=1)
     assert found[1][0] == -signal.SIGKILL
 
 

@@ -1,0 +1,247 @@
+"""All-reduces of other systems, and of qccl: ``SYSTEMS[NAME](rank, ranks, folder)`` connects the ranks.
+
+bench/peer_rank.py times them. A system is imported only when it is asked for, because each is installed in an
+environment of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["SYSTEMS", "AllReduce"]
+
+#: float32 values; the type checker cannot follow the environments of other systems
+Values = Any
+#: elements that share a scale with FBGEMM: its users' choice for gradients
+_ROW = 512
+#: columns of the matrix as which PyTorch's hooks get the values; PowerSGD needs one
+_COLUMNS = 1024
+#: steps for which PowerSGD sends everything
+_EXACT_STEPS = 2
+#: seconds for which hivemind looks for a group before each call, outside the timing
+_LOOKING = 2.0
+#: seconds after which all ranks of a group know of it
+_GROUPED = 0.2
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """A system's all-reduce.
+
+    Attributes:
+        run: replaces the values of a float32 array by the sums over all ranks.
+        prepare: what the ranks do before each call, outside the timing; None: nothing.
+    """
+
+    run: Callable[[Values], None]
+    prepare: Callable[[Values], None] | None = None
+
+
+def _qccl(codec: str, rank: int, ranks: int, folder: Path) -> AllReduce:
+    import qccl
+
+    comm = qccl.init()
+
+    def run(x: Values) -> None:
+        comm.quantized_allreduce(x, x, codec=codec)
+
+    return AllReduce(run)
+
+
+def _mpi(rank: int, ranks: int, folder: Path) -> AllReduce:
+    from mpi4py import MPI
+
+    def run(x: Values) -> None:
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, x)
+
+    return AllReduce(run)
+
+
+def _torch_group() -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return torch, dist
+
+
+def _gloo(dtype: str, rank: int, ranks: int, folder: Path) -> AllReduce:
+    torch, dist = _torch_group()
+
+    def run(x: Values) -> None:
+        values = torch.from_numpy(x)
+        sent = values.to(getattr(torch, dtype))  # the values themselves, if that is their type
+        dist.all_reduce(sent)
+        values.copy_(sent)
+
+    return AllReduce(run)
+
+
+def _ddp_hook(hook: str, rank: int, ranks: int, folder: Path) -> AllReduce:
+    """The backward pass of a module with one matrix, whose gradient is the values: DDP calls the hook for it."""
+    torch, _ = _torch_group()
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Matrix(torch.nn.Module):
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(count // _COLUMNS, _COLUMNS))
+
+        def forward(self, gradient: Any) -> Any:
+            return (self.weight * gradient).sum()
+
+    modules: dict[int, Any] = {}
+
+    def module(count: int) -> Any:
+        if count not in modules:
+            modules[count] = model = DistributedDataParallel(Matrix(count), bucket_cap_mb=1000)
+            if hook == "fp16":
+                model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+            else:
+                state = powerSGD_hook.PowerSGDState(None, int(hook), start_powerSGD_iter=_EXACT_STEPS)
+                model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+                for _ in range(_EXACT_STEPS):
+                    model(torch.zeros(model.module.weight.shape)).backward()
+        return modules[count]
+
+    def run(x: Values) -> None:
+        model = module(x.size)
+        weight = model.module.weight
+        weight.grad = None
+        model(torch.from_numpy(x).view(weight.shape)).backward()
+        np.multiply(weight.grad.numpy().reshape(-1), ranks, out=x)  # the hooks average
+
+    return AllReduce(run)
+
+
+def _fbgemm(rank: int, ranks: int, folder: Path) -> AllReduce:
+    """What users assemble of FBGEMM's 8-bit rows and gloo: exchange the shards, add, and gather the sums."""
+    torch, dist = _torch_group()
+    import fbgemm_gpu  # noqa: F401 - it registers the operators
+
+    encode, decode = (
+        torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized,
+        torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat,
+    )
+
+    def run(x: Values) -> None:
+        rows = -(-x.size // (_ROW * ranks))
+        values = torch.zeros(ranks * rows * _ROW)
+        values[: x.size] = torch.from_numpy(x)
+        codes = encode(values.view(-1, _ROW))
+        received = torch.empty_like(codes)
+        dist.all_to_all_single(received, codes)
+        sums = encode(decode(received).view(ranks, rows, _ROW).sum(0))
+        gathered = torch.empty_like(codes)
+        dist.all_gather_into_tensor(gathered, sums)
+        x[:] = decode(gathered).view(-1)[: x.size].numpy()
+
+    return AllReduce(run)
+
+
+def _torchft(rank: int, ranks: int, folder: Path) -> AllReduce:
+    torch, dist = _torch_group()
+    from torchft.collectives import allreduce_quantized
+
+    def run(x: Values) -> None:
+        values = torch.from_numpy(x)
+        allreduce_quantized([values], dist.ReduceOp.SUM, dist.group.WORLD).wait()
+
+    return AllReduce(run)
+
+
+def _pccl(rank: int, ranks: int, folder: Path) -> AllReduce:
+    import pccl
+
+    raise NotImplementedError(f"the package has no functions, only {sorted(set(dir(pccl)) - set(dir(os)))}")
+
+
+def _own_address() -> str:
+    """The address of this rank on the network on which it reaches rank 0."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 1))  # of UDP: nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def _hivemind(rank: int, ranks: int, folder: Path) -> AllReduce:
+    """Its averager; the ranks look for each other before the call, so that the call has only the averaging."""
+    import torch
+    from hivemind import DHT
+    from hivemind.averaging import DecentralizedAverager
+    from hivemind.compression import Uniform8BitQuantization
+    from hivemind.utils import get_dht_time
+
+    torch.set_num_threads(1)
+    own = _own_address()
+    first = folder / "hivemind"
+    while rank and not first.exists():
+        time.sleep(0.05)
+    peers = first.read_text().split() if rank else []
+    dht = DHT(initial_peers=peers, start=True, host_maddrs=[f"/ip4/{own}/tcp/0"])
+    if not rank:
+        part = folder / "hivemind.part"
+        part.write_text(" ".join(map(str, dht.get_visible_maddrs())))
+        part.rename(first)
+    averagers: dict[int, Any] = {}
+    controls: list[Any] = []
+
+    def averager(count: int) -> Any:
+        if count not in averagers:
+            averagers[count] = DecentralizedAverager(
+                [torch.zeros(count)],
+                dht,
+                start=True,
+                prefix=f"sum{count}",
+                target_group_size=ranks,
+                min_group_size=ranks,
+                min_matchmaking_time=_LOOKING,
+                compression=Uniform8BitQuantization(),
+                allow_state_sharing=False,
+            )
+        return averagers[count]
+
+    def prepare(x: Values) -> None:
+        with averager(x.size).get_tensors() as (values,):
+            values.copy_(torch.from_numpy(x))
+        begin = get_dht_time() + _LOOKING
+        control = averager(x.size).step(wait=False, require_trigger=True, scheduled_time=begin, timeout=20 * _LOOKING)
+        time.sleep(max(0.0, begin + _GROUPED - get_dht_time()))
+        controls.append(control)
+
+    def run(x: Values) -> None:
+        control = controls.pop()
+        control.allow_allreduce()
+        if control.result(60) is None:
+            raise RuntimeError("hivemind found no group")
+        with averager(x.size).get_tensors() as (values,):
+            np.multiply(values.numpy(), ranks, out=x)  # it averages
+
+    return AllReduce(run, prepare)
+
+
+SYSTEMS: dict[str, Callable[[int, int, Path], AllReduce]] = {
+    "mpi": _mpi,
+    "gloo": partial(_gloo, "float32"),
+    "gloo bf16": partial(_gloo, "bfloat16"),
+    "DDP fp16 hook": partial(_ddp_hook, "fp16"),
+    "DDP PowerSGD rank 4": partial(_ddp_hook, "4"),
+    "gloo + FBGEMM int8": _fbgemm,
+    "hivemind uniform8": _hivemind,
+    "torchft fp8": _torchft,
+    "PCCL": _pccl,
+    **{
+        f"qccl {codec}": partial(_qccl, codec)
+        for codec in ("none", "cast", "cast:dtype=bfloat16", "trellis8", "minmax8", "trellis4", "minmax4")
+    },
+}

@@ -1,0 +1,287 @@
+"""Which rank the others wait for, or why the group has ended, from the records of its ranks."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from qccl.records import CallRecord, GroupRecord, TransferRecord
+from qccl.transports.strangers import printable
+
+__all__ = ["Finding", "findings", "names"]
+
+#: how the errors begin that name the rank on which the group has ended (errors.py, host/engine.py, transports/)
+_ENDED_BY = re.compile(r"rank (\d+) (?:gave up|was lost|ended its process|has closed|closed the group)")
+#: errors of ranks that have waited for others, or differ from them
+_WAITED = re.compile(r"reached the deadline|do not agree")
+#: A rank stood still if it did not advance the call for this part of the time that the others waited.
+_STILL = 0.5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence of the verdict.
+
+    Attributes:
+        ranks: those that the others wait for, or on which the group has ended; none where nobody is behind.
+        text: the sentence.
+    """
+
+    ranks: tuple[int, ...]
+    text: str
+
+
+def findings(records: Mapping[int, GroupRecord]) -> list[Finding]:
+    """Of a group's records by rank, of which some may be missing: who is behind, in which call, and why."""
+    number = _oldest_call(records)
+    if number is None:
+        return list(_gave_up(records, "")) or [_idle(records)]
+    stuck = Stuck(records, number)
+    return next(found for rule in _RULES if (found := list(rule(stuck))))
+
+
+class Stuck:
+    """The oldest call that a rank has begun and not ended.
+
+    Attributes:
+        records: of the group, by rank.
+        calls: the ranks' records of this call, without those that have not made it.
+        waiting: the ranks that have begun it and not ended it.
+        text: its number and arguments.
+        since: the longest and the shortest time for which these ranks have waited, in seconds.
+        absent: ranks without a record.
+        missing: ranks of which others say that they have not made the call.
+    """
+
+    def __init__(self, records: Mapping[int, GroupRecord], number: int) -> None:
+        self.records = records
+        self.calls = {rank: call for rank, record in sorted(records.items()) if (call := _find(record, number))}
+        self.waiting = [rank for rank, call in self.calls.items() if call.state != "ended"]
+        self.text = f"call {number}, {printable(self.calls[self.waiting[0]].text)}"
+        waited = [self.waited(rank) for rank in self.waiting]
+        self.since, self.shortest = max(waited), min(waited)
+        self.absent = set(range(_size(records))) - records.keys()
+        self.missing = {rank for each in self.waiting for rank in self.calls[each].missing}
+
+    def waited(self, rank: int) -> float:
+        """Seconds from the begin of the call on this rank to its record."""
+        begun = self.calls[rank].begun
+        return 0.0 if begun is None else max(0.0, self.records[rank].written - begun)
+
+    def names(self) -> str:
+        """The ranks that wait."""
+        return names(self.waiting)
+
+
+# -- the rules, of which the first that finds something has the word ---------------------------------------------------
+
+
+def _differ(stuck: Stuck) -> Iterator[Finding]:
+    """Ranks that have made another call than the others, maybe after this one, which not all may have ended.
+
+    That is what fewer ranks have made, or what none has made before: programs repeat their calls.
+    """
+    by_text: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, record in sorted(stuck.records.items()):
+        for call in record.calls:
+            if call.state != "queued":
+                by_text[call.sequence][_shared(call.text)].append(rank)
+    number = next((number for number, calls in sorted(by_text.items()) if len(calls) > 1), None)
+    if number is None:
+        return
+    calls = by_text[number]
+    earlier = {text for before, texts in by_text.items() if before < number for text in texts}
+    weights = {text: (len(ranks), text in earlier) for text, ranks in calls.items()}
+    usual = max(calls, key=lambda text: weights[text])
+    if list(weights.values()).count(weights[usual]) > 1:
+        made = "; ".join(f"{names(ranks)} made {printable(text)}" for text, ranks in calls.items())
+        several = tuple(rank for ranks in calls.values() for rank in ranks)
+        yield Finding(several, f"the ranks made different calls number {number}: {made}")
+        return
+    before = ", as before" if usual in earlier else ""
+    for text in calls.keys() - {usual}:
+        made = f"made {printable(text)} as call {number}, and {names(calls[usual])} made {printable(usual)}{before}"
+        yield from (Finding((rank,), f"rank {rank} {made}") for rank in calls[text])
+
+
+def _words(stuck: Stuck) -> Iterator[Finding]:
+    yield from _gave_up(stuck.records, f" in {stuck.text}")
+
+
+def _stood_still(stuck: Stuck) -> Iterator[Finding]:
+    """Ranks that were stopped, or did something else, in the middle of the call."""
+    for rank, call in stuck.calls.items():
+        if call.still and call.still >= _STILL * stuck.since:
+            yield Finding(
+                (rank,),
+                f"rank {rank} did not advance {stuck.text} for {call.still:.1f} s, and {stuck.names()} waited up "
+                f"to {stuck.since:.1f} s: its process was stopped, or an operation or a signal handler took so long",
+            )
+
+
+def _late(stuck: Stuck) -> Iterator[Finding]:
+    """Ranks that have not made the call, or only when the others had waited for long."""
+    waited_for = f"{stuck.names()} waited for {stuck.since:.1f} s"
+    for rank, record in sorted(stuck.records.items()):
+        if rank not in stuck.calls:
+            yield Finding((rank,), f"rank {rank} has not made {stuck.text}, in which {waited_for}: {_doing(record)}")
+        elif rank in stuck.missing and stuck.waited(rank) < _STILL * stuck.since:
+            yield Finding(
+                (rank,),
+                f"rank {rank} made {stuck.text} only {stuck.waited(rank):.1f} s before its record, and {waited_for}: "
+                f"{_before(record, stuck.calls[rank])}",
+            )
+    yield from _gone(stuck, stuck.absent & stuck.missing, "had not made the call")
+
+
+def _lost(stuck: Stuck) -> Iterator[Finding]:
+    """Ranks without a record with which transfers are under way; all without one where a GPU tells of no transfers."""
+    peers = {each.peer for rank in stuck.waiting for each in stuck.calls[rank].transfers}
+    yield from _gone(stuck, stuck.absent & (peers or stuck.absent), "cannot be reached")
+
+
+def _gone(stuck: Stuck, ranks: set[int], why: str) -> Iterator[Finding]:
+    for rank in sorted(ranks):
+        yield Finding(
+            (rank,),
+            f"rank {rank} has left no record, and {stuck.names()} waited {stuck.since:.1f} s for it in {stuck.text}: "
+            f"it has ended, was stopped, or {why}",
+        )
+
+
+def _not_begun(stuck: Stuck) -> Iterator[Finding]:
+    """Ranks whose GPU has not begun the call that others have begun."""
+    queued = [rank for rank in stuck.waiting if stuck.calls[rank].state == "queued"]
+    begun = [rank for rank in stuck.calls if rank not in queued]
+    for rank in queued if begun else ():
+        yield Finding(
+            (rank,),
+            f"rank {rank} has queued {stuck.text}, which {names(begun)} began {stuck.since:.1f} s before: its GPU "
+            "is busy with what is before it on the stream",
+        )
+
+
+def _compute(stuck: Stuck) -> Iterator[Finding]:
+    for rank in stuck.waiting:
+        if stuck.calls[rank].computes:
+            began = f"which {stuck.names()} began {stuck.since:.1f} s before"
+            yield Finding((rank,), f"rank {rank} computes its part of {stuck.text}, {began}")
+
+
+def _transfers(stuck: Stuck) -> Iterator[Finding]:
+    """All ranks have made the call: the transfers under way for which both sides wait, and the ranks in between."""
+    calls = {rank: stuck.calls[rank] for rank in stuck.waiting}
+    receives = [(rank, each) for rank, call in calls.items() for each in call.transfers if not each.is_send]
+    sends = {(rank, each.peer): each for rank, call in calls.items() for each in call.transfers if each.is_send}
+    found = [
+        (each.peer, rank, rank, each)
+        for rank, each in receives
+        if (each.peer, rank) in sends or each.peer not in calls  # otherwise that rank waits itself
+    ] or [(rank, peer, rank, each) for (rank, peer), each in sends.items()]
+    for source, target, rank, each in sorted(found, key=lambda transfer: transfer[3].since):
+        yield Finding((source, target), _slow(stuck, source, target, each, stuck.records[rank]))
+
+
+def _slow(stuck: Stuck, source: int, target: int, transfer: TransferRecord, record: GroupRecord) -> str:
+    since = max(0.0, record.written - transfer.since)
+    return (
+        f"the transfer of {transfer.nbytes:,} bytes from rank {source} to rank {target} of {stuck.text} has made no "
+        f"progress for {since:.1f} s"
+    )
+
+
+def _unreached(stuck: Stuck) -> Iterator[Finding]:
+    """Ranks that have made the call, of which others have not heard it; and ranks of which nothing more is known."""
+    for rank in sorted(stuck.missing & stuck.calls.keys()):
+        yield Finding((rank,), f"rank {rank} has made {stuck.text}, but its header has not reached {stuck.names()}")
+    for rank in stuck.waiting if not stuck.missing & stuck.calls.keys() else ():
+        yield Finding(
+            (), f"rank {rank} has made {stuck.text}, and has not ended it, and its record has no transfer under way"
+        )
+
+
+_RULES: Sequence[Callable[[Stuck], Iterator[Finding]]] = (
+    *(_differ, _words, _late, _not_begun, _stood_still, _lost, _compute, _transfers, _unreached),
+)
+
+
+# -- what they need ----------------------------------------------------------------------------------------------------
+
+
+def _gave_up(records: Mapping[int, GroupRecord], where: str) -> Iterator[Finding]:
+    """The ranks on which the group has ended, by the errors of the ranks that have records.
+
+    A rank that another one names may have failed on a third one. Where a rank has reached its deadline, or most have
+    given up, as at Ctrl-C, these errors are what followed from the reason.
+    """
+    if any(_WAITED.search(record.reason) for record in records.values()):
+        return
+    named = {rank: int(found[1]) for rank, record in records.items() if (found := _ENDED_BY.match(record.reason))}
+    origins: dict[int, str] = {}
+    for first in sorted(named):
+        seen, rank = {first}, first
+        while (rank := named[rank]) not in seen and rank in named:
+            seen.add(rank)
+        if named.get(rank, rank) == rank:
+            origins.setdefault(rank, records[rank if rank in named else first].reason)
+    for rank, reason in sorted(origins.items() if 2 * len(origins) <= _size(records) else ()):
+        yield Finding((rank,), f"the group ended{where} on rank {rank}: {printable(reason)}")
+
+
+def _idle(records: Mapping[int, GroupRecord]) -> Finding:
+    """No call is under way."""
+    last = {rank: record.calls[-1].sequence for rank, record in sorted(records.items()) if record.calls}
+    ends = "; the last ones were " + ", ".join(f"{n} on rank {rank}" for rank, n in last.items()) if last else ""
+    absent = sorted(set(range(_size(records))) - records.keys())
+    text = f"{names(absent)} left no record, and no call is under way" if absent else "no call is under way"
+    return Finding(tuple(absent), text + ends)
+
+
+def _doing(record: GroupRecord) -> str:
+    """What a rank did that has not made a call."""
+    if not record.calls:
+        return "it has made none so far"
+    last = record.calls[-1]
+    if last.state != "ended" or last.ended is None:
+        return f"it was in call {last.sequence}, {printable(last.text)}"
+    return (
+        f"it ended call {last.sequence}, {printable(last.text)}, {record.written - last.ended:.1f} s before, and did "
+        "something else since"
+    )
+
+
+def _before(record: GroupRecord, call: CallRecord) -> str:
+    """What a rank did before it made a call too late."""
+    earlier = _find(record, call.sequence - 1)
+    if earlier is None or earlier.ended is None or call.begun is None:
+        return "it did something else before"
+    idle = call.begun - earlier.ended
+    return f"it ended call {earlier.sequence} {idle:.1f} s before that, and did something else since"
+
+
+def _size(records: Mapping[int, GroupRecord]) -> int:
+    return max(record.size for record in records.values())
+
+
+def _oldest_call(records: Mapping[int, GroupRecord]) -> int | None:
+    """The number of the oldest call that a rank has begun and not ended."""
+    numbers = [call.sequence for record in records.values() for call in record.calls if call.state != "ended"]
+    return min(numbers, default=None)
+
+
+def _find(record: GroupRecord, sequence: int) -> CallRecord | None:
+    return next((call for call in record.calls if call.sequence == sequence), None)
+
+
+def _shared(text: str) -> str:
+    """The part of a call's text that is the same on all ranks (CollectiveSpec.pairs)."""
+    return text.partition("; ")[0]
+
+
+def names(ranks: Sequence[int]) -> str:
+    """Ranks in a sentence."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}" if ranks else "no rank"
