@@ -36,7 +36,6 @@ class Compiled:
         owner: the text that state under a key belongs to.
         sums: see StateStore.take().
         used: number of the group's call that used it last.
-        label: the call in a few words, for profilers.
     """
 
     def __init__(self, engine: Engine, place: tuple[int, int], spec: CollectiveSpec, *, in_place: bool) -> None:
@@ -52,7 +51,6 @@ class Compiled:
         self.owner = spec.state_owner(schedule.name)
         self.sums: Parts = sums_of(schedule) if self.state else ()
         self.used = 0
-        self.label = f"{spec.name} {spec.codec.spec()} {spec.count}"
         self._counted = engine.tallies.counted(spec.name, spec.codec.spec(), spec.count)
         self.programs: list[Program] = [engine.compile(schedule, self._counted)]
 

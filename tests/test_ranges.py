@@ -35,14 +35,18 @@ def test_a_range_of_each_call(setting, package, function, monkeypatch):
         comm.quantized_allreduce(np.ones(100, np.float32), codec="minmax8")
         comm.plan("allreduce", 5, codec="none").bind(np.ones(5, np.float32)).run()
         comm.barrier()
+        comm.quantized_allreduce(np.ones(7, np.float32), codec="onebit+ef", key="k", lr=0.5)
         with pytest.raises(qccl.MismatchError):
             comm.quantized_allreduce(np.ones(6 + comm.rank, np.float32), codec="none")
         return threading.get_ident()
 
     for rank, thread in enumerate(qccl.run_ranks(2, run)):
-        names = ["allreduce minmax8 100", "allreduce none 5", f"allreduce none {6 + rank}"]
-        found = [event[:2] for event in events if event[2] == thread]
-        assert found == [(kind, name) for name in names for kind in ("begin", "end")]
+        found = [event[:2] for event in events if event[2] == thread and event[1] != "barrier()"]
+        assert [kind for kind, _ in found] == ["begin", "end"] * 4
+        assert found[6][1] == found[7][1] and f"count={6 + rank}," in found[6][1]
+        names = [name.split(", dtype")[0] for _, name in found[::2]]
+        assert names[:3] == ["allreduce(count=100", "allreduce(count=5", "allreduce(count=7"]
+        assert "key='k'" in found[4][1] and "lr=" not in found[4][1]
 
 
 @pytest.mark.parametrize("setting", ["NVTX", "1", "nvtx,itt"])
