@@ -355,10 +355,22 @@ class Steps:
     def transfer(self, step: int, /) -> tuple[bool, int] | None:
         """Of a transfer: whether it is a send, and the other rank."""
 
+class Tally:
+    """Totals of the calls of one collective with one codec. One thread at a time adds; any thread may read."""
+
+    def add(self, elements: int, raw_nbytes: int, sent_nbytes: int) -> None:
+        """Count a call, without times."""
+
+    def totals(self) -> tuple[int, int, int, int, float, float, float, float]:
+        """Calls, elements, raw bytes and sent bytes; seconds in all, computing, waiting and hidden."""
+
 class Run:
     """One run of Steps at a time. ``memory`` is that of all their operations."""
 
     def __init__(self, steps: Steps, memory: Memory) -> None: ...
+    def count_in(self, tally: Tally, elements: int, raw_nbytes: int, sent_nbytes: int) -> None:
+        """Add each run that ends to a Tally: so many elements and bytes, and its times."""
+
     def data_nbytes(self, peer: int) -> int:
         """Bytes of data that ``peer``'s header may bring."""
 

@@ -21,11 +21,14 @@ from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost, QcclError
 from qccl.guard import guarded
 from qccl.host import HostBackend
 from qccl.meetings import connect, of_jax, of_torch
+from qccl.metrics import check_setting
 from qccl.plan import Plan
 from qccl.programs import ProgramCache
+from qccl.ranges import ranges
 from qccl.records import GroupRecord
 from qccl.session import Session
 from qccl.state import check_key
+from qccl.statistics import Stats
 
 if TYPE_CHECKING:
     from qccl.cuda.nccl import NcclTransport
@@ -80,6 +83,8 @@ class Communicator(Collectives):
     def _set_up(
         self, transport: Group, timeout: float | None, backend: Callable[[Any], Backend], name: str | None = None
     ) -> None:  # fmt: skip
+        check_setting()
+        call_ranges = ranges()
         made = backend(transport)
         self.rank, self.size = transport.rank, transport.size
         self.local_rank, self.local_size = transport.local_rank, transport.local_size
@@ -88,8 +93,14 @@ class Communicator(Collectives):
         self.transport = transport
         self._make_backend = backend
         self._session = Session(
-            self.rank, self.size, made, timeout_of(timeout, made.timeout), name or f"group {next(_numbers)}"
+            self.rank,
+            self.size,
+            made,
+            timeout_of(timeout, made.timeout),
+            name or f"group {next(_numbers)}",
+            call_ranges,
         )
+        self._session.serve_metrics(self.local_rank, is_thread=transport.name == "loopback")
         self._memory = made.memory
         self._chooser = Chooser(self._session, self.nodes, made.name, transport.name)
         self._programs = ProgramCache(made.engine, (self.rank, self.size), made.memory.calls)
@@ -443,6 +454,14 @@ class Communicator(Collectives):
         numbers = comm._session.numbers
         numbers.calls = numbers.offset = calls
         return comm
+
+    def stats(self, *, reset: bool = False) -> Stats:
+        """What this rank's calls have sent and how long they took, by collective and codec, since the group was made.
+
+        With ``reset`` later ones count from now on. May be called at any time, from any thread, and after a failure.
+        ``print(comm.stats())`` prints a table.
+        """
+        return self._session.statistics.stats(reset=reset)
 
     def record(self, reason: str = "record() was called") -> GroupRecord:
         """The last 1,024 calls of this rank: what each was, when it began and ended, and what it waits for.

@@ -51,7 +51,8 @@ class Compiled:
         self.owner = spec.state_owner(schedule.name)
         self.sums: Parts = sums_of(schedule) if self.state else ()
         self.used = 0
-        self.programs: list[Program] = [engine.compile(schedule)]
+        self._counted = engine.tallies.counted(spec.name, spec.codec.spec(), spec.count)
+        self.programs: list[Program] = [engine.compile(schedule, self._counted)]
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +75,7 @@ class Compiled:
                 return program
         if len(self.programs) == CACHE_PROGRAMS:
             return min(self.programs, key=lambda program: program.users)
-        self.programs.append(self._engine.compile(self.schedule()))
+        self.programs.append(self._engine.compile(self.schedule(), self._counted))
         return self.programs[-1]
 
 

@@ -6,17 +6,20 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from threading import get_ident
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from qccl.arrays import Values
 from qccl.collectives import CollectiveSpec
-from qccl.engine.base import Backend, Bound, Execution, Request
+from qccl.engine.base import Backend, Bound, Execution, Program, Request
 from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError, forked, gave_up
 from qccl.guard import Mark, abandoned, is_guard, is_inside
 from qccl.lifetime import Registry
+from qccl.metrics import Endpoint, serve
 from qccl.programs import Compiled
+from qccl.ranges import Ranges
 from qccl.records import FOLDER, GroupRecord, watch_signal, write_record
 from qccl.state import StateStore
+from qccl.statistics import Statistics
 
 __all__ = ["Session"]
 
@@ -49,16 +52,30 @@ class Session:
         state: the state of stateful codecs, by key.
         numbers: of the group's next call.
         failure: the first one; it ended the group.
+        statistics: totals of the calls.
         unsettled: by thread, what it has begun and not settled (guard.py); empty between calls.
         ending: the Works that a thread is ending, which may check their results; and that thread's number.
         calling: the Works whose functions a thread is calling, and that thread's number.
     """
 
-    def __init__(self, rank: int, size: int, backend: Backend, timeout: float, group: str = "") -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        backend: Backend,
+        timeout: float,
+        group: str = "",
+        ranges: Ranges | None = None,
+    ) -> None:
+        """``ranges``: for profilers, what begins and ends with the start of a call."""
         self.rank, self.size, self.group = rank, size, group
         self.engine, self.memory = backend.engine, backend.memory
+        if ranges is not None:  # calls without ranges pay nothing for them
+            self.engine.start = _ranged(self.engine.start, ranges)  # type: ignore[method-assign]
         self.state = StateStore(rank, size, self.engine.persistent)
         self.numbers, self.engine.timeout = self.engine.numbers, timeout
+        self.statistics = Statistics(rank, size, self.group, self.engine.tallies)
+        self._endpoint: Endpoint | None = None
         self.failure: QcclError | None = None
         self.closed = False
         self.unsettled: dict[int, Mark] = {}
@@ -67,6 +84,10 @@ class Session:
         self._process = os.getpid()
         _sessions.add(self)
         watch_signal(_write_all)
+
+    def serve_metrics(self, local_rank: int, *, is_thread: bool) -> None:
+        """Show the totals at an endpoint until close(), if QCCL_METRICS is set; see metrics.serve()."""
+        self._endpoint = serve(self.statistics, local_rank, is_thread=is_thread)
 
     def check_usable(self) -> None:
         """Raise the error of an earlier failure, or ArgumentError after close() and in a function of a Work."""
@@ -302,9 +323,21 @@ class Session:
         if self.closed:
             return False
         self.closed = True
+        if self._endpoint is not None:
+            self._endpoint.remove(self.statistics)
         if self.failure is None:
             self.engine.close(self.engine.timeout)
         return self.failure is None
+
+
+def _ranged(usual: Callable[..., Execution], ranges: Ranges) -> Callable[..., Execution]:
+    """Engine.start() as a range; its name has no learning rate, because profilers keep each name."""
+
+    def start(program: Program, bound: Bound, *others: Any, **named: Any) -> Execution:
+        with ranges(bound.text.partition(", lr=")[0]):
+            return usual(program, bound, *others, **named)
+
+    return start
 
 
 def _write_all() -> None:

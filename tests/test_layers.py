@@ -36,6 +36,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "guard": set(),
     "launchers": {"errors"},
     "records": {"engine", "errors", "files"},
+    "statistics": {"engine"},
+    "ranges": {"errors"},
+    "metrics": {"engine", "errors", "lifetime", "statistics", "transports"},
     "saved": {"errors", "files"},
     "tensors": {"errors"},
     "arrays": {"_host", "dtypes", "errors", "scalars", "tensors"},
@@ -75,7 +78,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "programs": {"_host", "collectives", "engine", "schedule", "state"},
     "state": {"codecs", "dtypes", "engine", "errors", "scalars"},
-    "session": {"arrays", "collectives", "engine", "errors", "guard", "lifetime", "programs", "records", "state"},
+    "session": {
+        *("arrays", "collectives", "engine", "errors", "guard", "lifetime", "programs", "records", "state"),
+        *("metrics", "ranges", "statistics"),
+    },
     "work": {"arguments", "engine", "errors", "guard", "session"},
     "methods": {"arrays", "collectives", "dtypes", "errors", "options"},
     "calls": {
@@ -83,22 +89,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("programs", "schedule", "session", "state", "tensors", "work"),
     },
     "communicator": {
-        *(
-            "arguments",
-            "host",
-            "cuda",
-            "calls",
-            "choosing",
-            "codecs",
-            "costs",
-            "dtypes",
-            "engine",
-            "errors",
-            "arrays",
-            "plan",
-            "guard",
-        ),
-        *("collectives", "meetings", "programs", "records", "session", "state", "transports"),
+        *("arguments", "host", "cuda", "calls", "choosing", "codecs", "costs", "dtypes", "engine", "errors", "arrays"),
+        *("plan", "guard", "collectives", "meetings", "metrics", "programs", "ranges", "records", "session", "state"),
+        *("statistics", "transports"),
     },
     "pointers": {
         *("arguments", "arrays", "calls", "collectives", "communicator", "dtypes", "errors", "methods", "options"),
@@ -158,7 +151,8 @@ MAY_IMPORT["bench"] = {
         "errors",
         "files",
     ),
-    *("launch", "launchers", "meetings", "plan", "records", "scalars", "schedule", "trace", "transports"),
+    *("launch", "launchers", "meetings", "metrics", "plan", "records", "scalars", "schedule", "statistics", "trace"),
+    "transports",
 }
 
 #: other packages that files (or all files of a folder) may import

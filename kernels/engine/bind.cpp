@@ -185,11 +185,12 @@ Outcome start(Loop& loop, std::shared_ptr<Run> run, const nb::object& headers, s
   const nb::gil_scoped_release released;
   const OnControl function = python_function(on_control);
   const bool is_alone = !loop.active();
-  loop.begin(std::move(run), sequence, timeout, traced, function);
+  loop.begin(std::move(run), sequence, timeout, traced, waits, function);
   if (loop.has_ended()) return Outcome::ended;
   if (!waits && is_alone) return Outcome::pause;
   Turn turn;
   turn.brief = !waits;
+  turn.attended = waits;
   turn.check_signals = &check_signals;
   return loop.advance(turn, function);
 }
@@ -197,6 +198,7 @@ Outcome start(Loop& loop, std::shared_ptr<Run> run, const nb::object& headers, s
 Outcome run_until(Loop& loop, double limit, const nb::callable& on_control) {
   Turn turn;
   turn.limit = limit;
+  turn.attended = true;
   turn.check_signals = &check_signals;
   return loop.advance(turn, python_function(on_control));
 }
@@ -328,7 +330,27 @@ void bind_wires(nb::module_& m) {
         "connections"_a, "away_seconds"_a, "fault"_a, "relay"_a.none() = nb::none());
 }
 
+// Calls, elements, raw and sent bytes; seconds in all, computing, waiting and hidden.
+using PythonTally =
+    std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, double, double, double, double>;
+
+PythonTally totals(const Tally& tally) {
+  const Tally::Traffic traffic = tally.traffic();
+  const Tally::Times times = tally.times();
+  return {tally.calls(), traffic.elements, traffic.raw_nbytes, traffic.sent_nbytes,
+          times.total,   times.computing,  times.waiting,      times.hidden};
+}
+
 void bind_runs(nb::module_& m) {
+  nb::class_<Tally>(m, "Tally", "Totals of the calls of one collective with one codec.")
+      .def(nb::init<>())
+      .def(
+          "add",
+          [](Tally& tally, std::uint64_t elements, std::uint64_t raw, std::uint64_t sent) {
+            tally.add(Tally::Traffic{elements, raw, sent});
+          },
+          "elements"_a, "raw_nbytes"_a, "sent_nbytes"_a)
+      .def("totals", &totals);
   nb::class_<Steps>(m, "Steps", "A compiled schedule: operations, transfers, and their dependencies.")
       .def(nb::init<int, int, std::size_t, const std::vector<int>&>(), "rank"_a, "size"_a, "most_eager"_a,
            "sends_ahead"_a = std::vector<int>())
@@ -345,6 +367,12 @@ void bind_runs(nb::module_& m) {
              new (self) Run(std::move(steps), std::move(memory));
            },
            "steps"_a, "memory"_a)
+      .def(
+          "count_in",
+          [](Run& run, std::shared_ptr<Tally> tally, std::uint64_t elements, std::uint64_t raw, std::uint64_t sent) {
+            run.count_in(std::move(tally), {elements, raw, sent});
+          },
+          "tally"_a, "elements"_a, "raw_nbytes"_a, "sent_nbytes"_a)
       .def("data_nbytes", &Run::data_nbytes, "peer"_a)
       .def("missing_ranks", &Run::missing_ranks)
       .def("waits_for", &Run::waits_for, "is_send"_a)

@@ -68,7 +68,7 @@ Loop::Loop(std::shared_ptr<Wire> given, int rank, int size, std::size_t most_eag
     if (peer != rank) post_control_receive(peer);
 }
 
-void Loop::begin(std::shared_ptr<Run> run, std::uint64_t sequence, double timeout, bool traced,
+void Loop::begin(std::shared_ptr<Run> run, std::uint64_t sequence, double timeout, bool traced, bool attended,
                  const OnControl& on_control) {
   const ReentryGuard inside(advancing_);
   const Token run_slot = sequence % kRunsInFlight;
@@ -83,10 +83,12 @@ void Loop::begin(std::shared_ptr<Run> run, std::uint64_t sequence, double timeou
   deadline_ = std::min(deadline_, deadline);
   idle_ = 0;
   recorder_.begin(*run, now);
+  if (attended) attended_since_ = now;
+  run->set_begin(now, attended_);
   wire->begin_run();
   run->begin(*wire);
   // encode first the data that is sent with the headers
-  while (run->sends_data_with_headers() && run->can_compute()) run->compute(*wire);
+  while (run->sends_data_with_headers() && run->can_compute()) run->compute(*wire, attended);
   for (std::size_t i = 0; i < early_.size();) {
     if (early_[i].sequence != sequence) {
       ++i;
@@ -97,18 +99,29 @@ void Loop::begin(std::shared_ptr<Run> run, std::uint64_t sequence, double timeou
     check_header(*run, found.peer, found.message.data(), on_control);
   }
   collect_ended();
+  if (attended && has_ended()) stop_attending();
 }
 
 Outcome Loop::advance(const Turn& turn, const OnControl& on_control) {
   if (advancing_ && (turn.once || turn.brief)) return Outcome::pause;  // a nested is_completed() makes no progress
   const ReentryGuard inside(advancing_);
   try {
-    return turn.once || turn.brief ? advance_for(turn.once ? 0 : kBriefSeconds, on_control)
-                                   : advance_until(turn, on_control);
+    if (turn.once || turn.brief) return advance_for(turn.once ? 0 : kBriefSeconds, on_control);
+    if (!turn.attended) return advance_until(turn, on_control);
+    if (!attended_since_) attended_since_ = look();
+    const Outcome outcome = advance_until(turn, on_control);
+    stop_attending();
+    return outcome;
   } catch (...) {
     look();  // a message of failure may be the first thing that a process sees that was stopped
     throw;
   }
+}
+
+// The program goes on: now, or when the last run ended if that is why.
+void Loop::stop_attending() {
+  attended_ += (ended_.empty() ? look() : std::max(last_end_, attended_since_)) - attended_since_;
+  attended_since_ = 0;
 }
 
 Outcome Loop::advance_until(const Turn& turn, const OnControl& on_control) {
@@ -193,7 +206,7 @@ double Loop::look() {
 bool Loop::compute() {
   for (const std::shared_ptr<Run>& run : active_) {
     if (!run->can_compute()) continue;
-    run->compute(*wire);
+    run->compute(*wire, attended_since_ != 0);
     idle_ = 0;
     collect_ended();
     return true;
@@ -312,7 +325,9 @@ void Loop::collect_ended() {
       continue;
     }
     ended_.push_back(active_[i]->sequence());
-    recorder_.end(active_[i]->sequence(), looked_);
+    last_end_ = active_[i]->ended(recorder_.end(active_[i]->sequence(), looked_));
+    const double attended = attended_ + (attended_since_ ? std::max(last_end_ - attended_since_, 0.0) : 0);
+    active_[i]->count(last_end_, attended, std::exchange(counted_, attended));
     by_slot_[active_[i]->sequence() % kRunsInFlight] = nullptr;
     active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
     find_deadline();

@@ -34,6 +34,7 @@ using OnControl = std::function<void(int peer, std::string_view message)>;
 struct Turn {
   bool once = false;                                      // one operation and one poll
   bool brief = false;                                     // while there is something to do, and for kBriefSeconds at most
+  bool attended = false;                                  // the program waits for a call meanwhile
   bool yields = false;                                    // to other threads that want to drive; also naps early
   double limit = std::numeric_limits<double>::infinity();    // in seconds()
   std::function<void()> check_signals;                             // called every few milliseconds; may throw
@@ -51,7 +52,8 @@ class Loop {
   Loop(std::shared_ptr<Wire> wire, int rank, int size, std::size_t most_eager, std::string call);
 
   // `run` has its headers. Runs are numbered from 0 on, in the order of their calls. `timeout`: seconds from now on.
-  void begin(std::shared_ptr<Run> run, std::uint64_t sequence, double timeout, bool traced,
+  // `attended`: the program waits from now on, until an attended turn or the run has ended.
+  void begin(std::shared_ptr<Run> run, std::uint64_t sequence, double timeout, bool traced, bool attended,
              const OnControl& on_control);
   // Advances all runs until one has ended, one is past its deadline, or the turn is over.
   Outcome advance(const Turn& turn, const OnControl& on_control);
@@ -98,6 +100,7 @@ class Loop {
   };
 
   Outcome advance_until(const Turn& turn, const OnControl& on_control);
+  void stop_attending();
   Outcome advance_for(double seconds_left, const OnControl& on_control);
   double look();
   bool compute();
@@ -127,6 +130,10 @@ class Loop {
   std::shared_ptr<Run> by_slot_[kRunsInFlight];
   Recorder recorder_;
   double looked_ = 0;  // when look() was called last
+  double attended_ = 0;        // seconds in which the program has waited for calls, before it began to wait
+  double attended_since_ = 0;  // 0: it does not wait
+  double counted_ = 0;         // how many of these seconds were counted for a run that has ended
+  double last_end_ = 0;        // of a run
   std::deque<Early> early_;  // at most kRunsInFlight from each rank
   std::vector<std::uint64_t> ended_;
   std::vector<Token> completed_;

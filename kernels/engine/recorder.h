@@ -40,8 +40,10 @@ class Recorder {
     entry.ended = entry.still = 0;
   }
 
-  // `looked`: when the loop last looked at the clock, at most one operation ago.
-  void end(std::uint64_t sequence, double looked) { at(sequence).ended = std::max(looked, coarse_seconds()); }
+  // `looked`: when the loop last looked at the clock, at most one operation ago. Returns what it takes for the end.
+  double end(std::uint64_t sequence, double looked) {
+    return at(sequence).ended = std::max(looked, coarse_seconds());
+  }
 
   // Run `sequence` is under way, and the loop has looked at the clock at `looked` and `now`, and not in between.
   void look(std::uint64_t sequence, double looked, double now) {

@@ -9,6 +9,13 @@
 
 namespace qccl {
 
+namespace {
+
+// Of a program's short runs, the first two and every 16th are timed: looks at the clock would take some of their time.
+constexpr std::uint64_t kFirstTimed = 2, kTimedEvery = 16;
+
+}  // namespace
+
 double seconds() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
@@ -107,12 +114,44 @@ void Run::completed(Wire& wire, Number step) {
   --left_;
 }
 
-void Run::compute(Wire& wire) {
+void Run::count_in(std::shared_ptr<Tally> tally, const Tally::Traffic& traffic) {
+  tally_ = std::move(tally);
+  traffic_ = traffic;
+}
+
+void Run::set_begin(double now, double attended) {
+  begun_ = now;
+  attended_before_ = attended;
+  timed_ = tally_ && (steps_->is_long() || begun_runs_ < kFirstTimed || begun_runs_ % kTimedEvery == 0);
+  ++begun_runs_;
+  if (timed_) computing_ = computing_attended_ = 0;
+}
+
+double Run::ended(double recorded) {
+  if (timed_) lag_ = std::max(seconds() - recorded, 0.0);
+  return recorded + lag_;
+}
+
+void Run::count(double now, double attended, double counted) {
+  if (!tally_) return;
+  const double total = now - begun_, waited = attended - std::max(attended_before_, counted);
+  tally_->add(traffic_);
+  tally_->add({total, std::min(computing_, total), std::max(waited - computing_attended_, 0.0),
+               std::max(total - (attended - attended_before_), 0.0)});
+}
+
+void Run::compute(Wire& wire, bool attended) {
   std::pop_heap(ready_.begin(), ready_.end(), std::greater<>());
   const Number i = ready_.back();
   ready_.pop_back();
   started(i);
+  const double begin = timed_ ? seconds() : 0;
   (*steps_)[i].operation->run();
+  if (timed_) {
+    const double taken = seconds() - begin;
+    computing_ += taken;
+    if (attended) computing_attended_ += taken;
+  }
   completed(wire, i);
 }
 

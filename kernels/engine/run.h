@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "steps.h"
+#include "tally.h"
 #include "wire.h"
 
 namespace qccl {
@@ -46,6 +47,8 @@ class Run {
   void set_call(std::uint64_t call, float lr);
   // The headers of later runs: one for all ranks, or one for each, without the last four bytes.
   void set_headers(const std::vector<std::string>& headers);
+  // Every run that ends is counted there.
+  void count_in(std::shared_ptr<Tally> tally, const Tally::Traffic& traffic);
   // Sets up a new run; its headers get the number `sequence`. The tokens of its transfers contain `run_slot`. `looked`:
   // the time at which the loop last looked at the clock, for the begins of transfers; null for a run that is traced.
   void prepare(std::uint64_t sequence, Token run_slot, int first_tag, double deadline, const double* looked);
@@ -61,8 +64,15 @@ class Run {
 
   // Whether an operation is ready. A Commit also waits until this rank's headers were sent.
   bool can_compute() const { return !ready_.empty() && (left_ == 1 || ready_.front() != steps_->commit()); }
-  // Runs the first operation that is ready.
-  void compute(Wire& wire);
+  // Runs the first operation that is ready. `attended`: the program waits for a call meanwhile.
+  void compute(Wire& wire, bool attended);
+  // The run begins at `now`. `attended`: seconds in which the program has waited for calls so far.
+  void set_begin(double now, double attended);
+  // Returns when the run has ended, about now. `recorded`: when according to the recorder, a little too early.
+  double ended(double recorded);
+  // Counts the run, whose end is `now`. `attended`: as above; `counted`: how much of it was counted for runs that ended
+  // before.
+  void count(double now, double attended, double counted);
 
   std::uint64_t sequence() const { return sequence_; }
   std::uint64_t call() const { return memory_->call; }
@@ -113,6 +123,14 @@ class Run {
   std::vector<Message> data_;             // by rank: data that arrived before its receive could start
   int arriving_ = -1;                     // the rank whose data is at `arrived_`
   const unsigned char* arrived_ = nullptr;
+  std::shared_ptr<Tally> tally_;
+  Tally::Traffic traffic_;
+  std::uint64_t begun_runs_ = 0;
+  double begun_ = 0, attended_before_ = 0;
+  // Of this run if it is timed, otherwise of the last timed one: seconds in operations, those while the program waited,
+  // and from the recorded end to the end.
+  bool timed_ = false;
+  double computing_ = 0, computing_attended_ = 0, lag_ = 0;
   const double* looked_ = nullptr;        // null: traced
   std::vector<double> starts_;            // by step; of a run that is not traced only transfers, by *looked_
   std::vector<TraceRecord> trace_;

@@ -69,6 +69,8 @@ class Steps {
   // Bytes that all sends, and all receives, carry in a run.
   std::size_t sent() const { return sent_; }
   std::size_t received() const { return received_; }
+  // Whether the operations of a run take so long that looking at the clock for each costs nothing.
+  bool is_long() const { return sent_ + received_ >= kLongNbytes; }
   Number count() const { return static_cast<Number>(steps_.size()); }
   const Step& operator[](Number i) const { return steps_[i]; }
   Number gate() const { return count(); }
@@ -96,6 +98,8 @@ class Steps {
   std::vector<std::pair<Number, Number>> edges() const;
   Number message_of(const Step& step);
   void find_eager();
+
+  static constexpr std::size_t kLongNbytes = 256 << 10;
 
   std::size_t most_eager_, sent_ = 0, received_ = 0;
   std::vector<bool> sends_ahead_;  // by rank

@@ -16,6 +16,7 @@ from qccl.bench.launched import LaunchedGroup
 from qccl.bench.run import run
 from qccl.bench.simulate import simulate
 from qccl.bench.token import token
+from qccl.bench.top import top
 
 __all__ = ["main"]
 
@@ -36,5 +37,5 @@ def main() -> None:
     """Measure what compressed collectives gain on this machine and this network."""
 
 
-for _command in (*map(command, KINDS), codec, run, doctor, simulate, explain, info, token):
+for _command in (*map(command, KINDS), codec, run, doctor, simulate, explain, top, info, token):
     main.add_command(_command)

@@ -44,6 +44,7 @@ from qccl.engine.base import Bound, Numbers, Progress, Request
 from qccl.engine.checks import check_addresses
 from qccl.engine.control import Header, Kind
 from qccl.engine.records import CallRecord
+from qccl.engine.tallies import Counted, Tallies
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError, gave_up
 from qccl.lifetime import Registry, Stage
 from qccl.schedule import Queue, Schedule
@@ -72,6 +73,7 @@ class CudaEngine:
         self.rank, self.size = transport.rank, transport.size
         self.numbers = Numbers()
         self.timeout = 60.0
+        self.tallies = Tallies(are_timed=False)  # the events of runs have no times, which would cost the device some
         self.device = Device(transport.device, transport.stream)
         fail = weakref.WeakMethod(self.fail)
         self._fail_weakly = lambda error: (method := fail()) and method(error)
@@ -97,7 +99,7 @@ class CudaEngine:
         """Always False: the host cannot know it, or read the caller's memory, without waiting."""
         return False
 
-    def compile(self, schedule: Schedule) -> CudaProgram:
+    def compile(self, schedule: Schedule, counted: Counted | None = None) -> CudaProgram:
         """Prepare a schedule of this rank: compile its kernels, write its tables, and make room in the workspace."""
         self._check_usable()
         schedule.check_rank(self.rank, self.size)
@@ -106,7 +108,7 @@ class CudaEngine:
         cuda_source.check_codecs(schedule)
         proxy = self._make_proxy() if schedule.staged_peers else None
         with translated, on_device(self.device.number):
-            return CudaProgram(self.device, self.transport, schedule, self._workspace, proxy)
+            return CudaProgram(self.device, self.transport, schedule, self._workspace, proxy, counted)
 
     def persistent(self, nbytes: int) -> DeviceState:
         """Allocate memory that keeps its contents from run to run."""
@@ -161,6 +163,8 @@ class CudaEngine:
                     raise
                 raise (self.failure or ours) from error  # an earlier failure, such as the deadline, is the reason
             run.on_stream = True
+            if not captured:
+                program.count_run()
         if progress is Progress.CALLER:
             run.make_stream_wait()
         elif progress is Progress.SYNCHRONOUS:

@@ -28,6 +28,7 @@ from qccl.cuda.workspace import Workspace
 from qccl.dtypes import DType
 from qccl.engine.checks import caller_buffers
 from qccl.engine.labels import launch_label
+from qccl.engine.tallies import Counted, traffic
 from qccl.errors import ArgumentError, EngineError
 from qccl.schedule import Commit, Op, Queue, Reduce, Role, Schedule, Span, Task, Transfer, reads, writes
 from qccl.trace import TraceEvent
@@ -61,10 +62,15 @@ class CudaProgram:
         schedule: Schedule,
         workspace: Workspace,
         proxy: HostProxy | None = None,
+        counted: Counted | None = None,
     ) -> None:
-        """``proxy`` moves the messages of transfers through host memory; schedules with staged peers need it."""
+        """``proxy`` moves the messages of transfers through host memory; schedules with staged peers need it.
+
+        ``counted``: where count_run() counts; None: nowhere.
+        """
         self._device, self._transport = device, transport
         self._schedule = schedule
+        self._counted, self._traffic = counted, traffic(schedule)
         self._tasks = stream_tasks(schedule)
         works = [name for name, buffer in schedule.buffers.items() if buffer.role is Role.WORK]
         self.callers = caller_buffers(schedule)
@@ -89,6 +95,11 @@ class CudaProgram:
         if proxy is not None and any(task.queue in (Queue.OUT, Queue.IN) for task in self._tasks):
             self._staging = Staging(schedule, self._tasks, self._address, proxy)
             self.workspace_nbytes += self._staging.nbytes
+
+    def count_run(self) -> None:
+        """A run is on its streams."""
+        if self._counted is not None:
+            self._counted.tally.add(self._counted.elements, *self._traffic)
 
     def label(self, schedule: Schedule) -> None:
         """Nothing: the program keeps what traces need."""

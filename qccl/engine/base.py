@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from qccl.arrays import Memory
 from qccl.chunks import ChunkPolicy
 from qccl.engine.records import CallRecord
+from qccl.engine.tallies import Counted, Tallies
 from qccl.errors import QcclError
 from qccl.schedule import Schedule
 from qccl.trace import TraceEvent
@@ -160,10 +161,12 @@ class Engine(Protocol):
     Attributes:
         numbers: of the next call.
         timeout: seconds that a run may take whose request does not say; the session sets it.
+        tallies: totals of the calls so far.
     """
 
     numbers: Numbers
     timeout: float
+    tallies: Tallies
 
     @property
     def chunking(self) -> ChunkPolicy:
@@ -177,8 +180,8 @@ class Engine(Protocol):
     def is_idle(self) -> bool:
         """No run is under way, and the host can read the caller's memory without waiting (never on CUDA)."""
 
-    def compile(self, schedule: Schedule) -> Program:
-        """Prepare a schedule of this rank. Raises EngineError if this engine cannot run it."""
+    def compile(self, schedule: Schedule, counted: Counted | None = None) -> Program:
+        """Prepare a schedule of this rank, whose runs are ``counted``. Raises EngineError if it cannot be run here."""
 
     def persistent(self, nbytes: int) -> Persistent:
         """Allocate memory that keeps its contents from run to run."""

@@ -27,6 +27,7 @@ from qccl.engine.checks import check_addresses
 from qccl.engine.control import CALL, Block, Header, Kind
 from qccl.engine.progress import ProgressThread
 from qccl.engine.records import CallRecord
+from qccl.engine.tallies import Counted, Tallies
 from qccl.errors import (
     ArgumentError,
     CollectiveTimeout,
@@ -68,6 +69,7 @@ class HostEngine:
     Attributes:
         numbers: of the next call.
         timeout: seconds that a run may take whose request does not say.
+        tallies: totals of the calls that have ended.
         detached: runs under way that progress without their caller.
         threads: number of threads that may share an operation.
     """
@@ -82,6 +84,7 @@ class HostEngine:
         self.chunking = _chunking(transport)
         self.numbers = Numbers()
         self.timeout = 60.0
+        self.tallies = Tallies(are_timed=True)
         self.detached = 0
         self._lock = threading.RLock()  # held by the thread that drives; guards the attributes below
         self._progress_thread = ProgressThread(self) if transport.is_threaded else None
@@ -102,11 +105,11 @@ class HostEngine:
         transport.progress_hook = self.step
         _live.add(self)
 
-    def compile(self, schedule: Schedule) -> Program:
+    def compile(self, schedule: Schedule, counted: Counted | None = None) -> Program:
         """Prepare a schedule of this rank. Raises EngineError for what this engine cannot run."""
         transport = self._transport
         schedule.check_rank(transport.rank, transport.size)
-        return Program(schedule, self.threads, transport.eager_nbytes, transport.sends_ahead)
+        return Program(schedule, self.threads, transport.eager_nbytes, transport.sends_ahead, counted)
 
     def persistent(self, nbytes: int) -> Block:
         """Allocate memory that keeps its contents from run to run."""

@@ -15,6 +15,7 @@ from qccl.dtypes import FLOAT32
 from qccl.engine.checks import caller_buffers
 from qccl.engine.control import Block
 from qccl.engine.labels import Label, labels
+from qccl.engine.tallies import Counted, traffic
 from qccl.errors import EngineError
 from qccl.host.zero_copy import remove_copies
 from qccl.schedule import Commit, Decode, Encode, Reduce, Role, Schedule, Span, StateBuffer, Task, Transfer, tasks
@@ -42,10 +43,17 @@ class Program:
         labels: of each task in a trace; empty before label().
     """
 
-    def __init__(self, schedule: Schedule, threads: int, eager_nbytes: int, sends_ahead: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        threads: int,
+        eager_nbytes: int,
+        sends_ahead: Sequence[int] = (),
+        counted: Counted | None = None,
+    ) -> None:
         """``threads`` may share an operation; ``eager_nbytes`` of data may be sent with a header.
 
-        ``sends_ahead``: see transports/base.py.
+        ``sends_ahead``: see transports/base.py. ``counted``: where runs are counted when they end; None: nowhere.
         """
         self.rank = schedule.rank
         self.running = False
@@ -74,6 +82,8 @@ class Program:
                 self._add_transfer(task, task.transfer, needed, schedule)
         self.steps.link()
         self.run = _host.Run(self.steps, self.memory)
+        if counted is not None:
+            self.run.count_in(*counted, *traffic(schedule))
 
     def bind(self, addresses: Mapping[str, int]) -> None:
         """Set the caller's addresses; not during a run."""

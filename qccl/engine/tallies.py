@@ -1,0 +1,161 @@
+"""Totals of a group's calls on one rank, by collective and codec: what Communicator.stats() reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from qccl import _host
+from qccl.intervals import IntervalMap
+from qccl.schedule import Decode, Encode, Exchange, Reduce, Role, Schedule, Span, Transfer
+
+__all__ = ["CallStats", "Counted", "Tallies", "Traffic", "traffic"]
+
+
+@dataclass(frozen=True)
+class CallStats:
+    """The calls of one collective with one codec. Only calls that have ended count, and no barriers.
+
+    Attributes:
+        collective: name of the collective, as in Communicator.plan(); "" for all together.
+        codec: the codec with its parameters; "" for all together.
+        calls: how many have ended; on CUDA how many were put on their streams, without those in graphs.
+        elements: of the calls' vectors, together.
+        raw_nbytes: bytes of the values that this rank's messages carried, without a codec.
+        sent_nbytes: bytes of encoded data that this rank has sent to other ranks, without the headers of calls.
+        seconds: from the begin to the end of each call, together; calls that overlap count each. None on CUDA, as the
+            following.
+        computing_seconds: of these, in operations: encoding, decoding, reducing. Of calls that send and receive less
+            than 256 KiB one in 16 is timed, and counts for those after it.
+        waiting_seconds: of these, while the program waited, for other ranks or the network, and the call did not
+            compute. While several calls are under way, each second counts once, for the call that ends next.
+        hidden_seconds: of these, while the program waited for no call and did its own work.
+    """
+
+    collective: str
+    codec: str
+    calls: int = 0
+    elements: int = 0
+    raw_nbytes: int = 0
+    sent_nbytes: int = 0
+    seconds: float | None = None
+    computing_seconds: float | None = None
+    waiting_seconds: float | None = None
+    hidden_seconds: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Raw bytes divided by sent bytes; None if nothing was sent."""
+        return self.raw_nbytes / self.sent_nbytes if self.sent_nbytes else None
+
+    def values(self) -> tuple[float | None, ...]:
+        """All numbers, from ``calls`` on."""
+        return tuple(getattr(self, field.name) for field in fields(self)[2:])
+
+
+class Counted(NamedTuple):
+    """Where the calls of a program are counted, and how many elements each has."""
+
+    tally: _host.Tally
+    elements: int
+
+
+class Tallies:
+    """The totals of an engine; any thread may read them."""
+
+    def __init__(self, *, are_timed: bool) -> None:
+        """``are_timed``: whether the engine adds the times of its calls, too."""
+        self._are_timed = are_timed
+        self._by_label: dict[tuple[str, str], _host.Tally] = {}
+
+    def counted(self, collective: str, codec: str, elements: int) -> Counted:
+        """For a program whose calls have ``elements`` each."""
+        return Counted(self._by_label.setdefault((collective, codec), _host.Tally()), elements)
+
+    def __iter__(self) -> Iterator[CallStats]:
+        """In the order in which the programs were made; without those that have no calls."""
+        for label, tally in tuple(self._by_label.items()):
+            found = tally.totals()
+            if found[0]:
+                yield CallStats(*label, *(found if self._are_timed else found[:4]))
+
+
+class Traffic(NamedTuple):
+    """What a rank sends to others in one run.
+
+    Attributes:
+        raw_nbytes: bytes of the values that its messages carry, in the caller's element type.
+        sent_nbytes: bytes of the messages.
+    """
+
+    raw_nbytes: int
+    sent_nbytes: int
+
+
+@dataclass(slots=True)
+class _Code:
+    """The place of encoded values in a wire buffer."""
+
+    start: int
+    stop: int
+    elements: int
+
+    def split(self, at: int) -> _Code:
+        """A message ends inside a code: the elements are shared in proportion."""
+        rest = _Code(at, self.stop, round(self.elements * (self.stop - at) / (self.stop - self.start)))
+        self.stop, self.elements = at, self.elements - rest.elements
+        return rest
+
+
+def traffic(schedule: Schedule) -> Traffic:
+    """What the schedule's rank sends. A message may have several codes, and codes that another rank has made."""
+    codes: dict[str, IntervalMap[_Code]] = {name: IntervalMap() for name in schedule.buffers}
+
+    def put(span: Span, elements: int) -> None:
+        if len(span):
+            codes[span.buffer].put(_Code(span.start, span.stop, elements))
+
+    def elements_of(transfer: Transfer) -> int:
+        span = transfer.span
+        if schedule.buffers[span.buffer].dtype is not None:
+            return len(span)
+        return sum(code.elements for code in codes[span.buffer].covered(span.start, span.stop))
+
+    for op in reversed(schedule.ops):  # codes that were received; the first use of a slot counts
+        for span, elements in _read_codes(op):
+            put(span, elements)
+    elements = sent = 0
+    for op in schedule.ops:
+        for span, made in _made_codes(op):
+            put(span, made)
+        if isinstance(op, Exchange):
+            for transfer in op.sends:
+                if transfer.peer != schedule.rank:
+                    elements += elements_of(transfer)
+                    sent += len(transfer.span) * schedule.buffers[transfer.span.buffer].itemsize
+    kinds = (each.dtype for each in schedule.buffers.values() if each.role in (Role.INPUT, Role.OUTPUT))
+    itemsize = next((dtype.itemsize for dtype in kinds if dtype is not None), 0)
+    return Traffic(elements * itemsize, sent)
+
+
+def _read_codes(op: object) -> Iterator[tuple[Span, int]]:
+    match op:
+        case Decode():
+            yield op.wire, len(op.dst)
+        case Reduce():
+            for src in op.srcs:
+                yield src, _length(op)
+
+
+def _made_codes(op: object) -> Iterator[tuple[Span, int]]:
+    match op:
+        case Encode():
+            yield op.wire, len(op.src)
+        case Reduce() if op.wire is not None:
+            yield op.wire, _length(op)
+
+
+def _length(op: Reduce) -> int:
+    values = op.own if op.own is not None else op.out
+    return 0 if values is None else len(values)
