@@ -2,7 +2,9 @@
 
 It times all-reduces on 2, 3, 4 and 8 ranks over UCX, each rank behind a link of its own, some with a delay. The ranks
 encode and decode on the processors of this machine, so that several may share one. The simulator's constants are fitted
-to the calls on 2 ranks alone, and then it computes all others. With ``--resume`` it measures what today's file lacks.
+to the calls on 2 ranks alone, and then it computes all others. The 2 ranks also share one processor in some calls:
+otherwise nothing tells what a processor does from what it waits for. With ``--resume`` it measures what today's file
+lacks.
 
 ``--save`` writes docs/results/simulate-<date>.json after each group of ranks; its profile is one for
 ``qccl-bench simulate --profile``. ``--write docs/results-collectives.md`` replaces that page's table.
@@ -13,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -43,10 +46,10 @@ _CALLS = ("-b", "2K", "-e", "1M", "-f", "8", "-n", "40", "-w", "2", "-c", "0")
 _TIMED = 256 << 10
 #: factors by which a constant is changed to see whether that fits better, coarse ones first
 _FACTORS = (2.0, 1.4, 1.2, 1.1, 1.05)
-#: no constant is changed by more: two ranks alone cannot tell what a message costs from what its bytes cost
-_FARTHEST = 3.0
+#: no constant is changed by more
+_FARTHEST = 10.0
 _FITTED = ("latency", "message", "byte", "operation")
-COLUMNS = ("ranks", "link", "delay", "calls", "median error", "largest error", "of", "ms", "computed")
+COLUMNS = ("ranks", "processors", "link", "delay", "calls", "median error", "largest error", "of", "ms", "computed")
 
 
 @click.command()
@@ -83,20 +86,32 @@ def _measured(document: dict[str, Any], given: dict[str, Any]) -> Iterator[None]
         if codec not in speeds and codec != "none":
             found = measure_speed(codec_of(codec), _TIMED)
             speeds[codec] = [found.encode, found.decode]
+    all_of_them = len(os.sched_getaffinity(0))
     for ranks, network in itertools.product(map(int, given["ranks"].split(",")), given["networks"].split(",")):
-        if not any((row["ranks"], row["network"]) == (ranks, network) for row in document["rows"]):
-            document["rows"] += _timed(ranks, network, codecs)
-            yield
+        shares = ranks == FITTED_RANKS and " " not in network and all_of_them > 1  # the lab's delays need a processor
+        for cores in (all_of_them, 1) if shares else (all_of_them,):
+            if not any(_place(row) == (ranks, network, cores) for row in document["rows"]):
+                document["rows"] += _timed(ranks, network, codecs, cores)
+                yield
 
 
-def _timed(ranks: int, network: str, codecs: list[str]) -> list[dict[str, Any]]:
+def _place(row: dict[str, Any]) -> tuple[int, str, int]:
+    return row["ranks"], row["network"], row["cores"]
+
+
+def _timed(ranks: int, network: str, codecs: list[str], cores: int) -> list[dict[str, Any]]:
     """The times of all sizes and codecs by ``qccl-bench allreduce``: the median of all rounds, in place and not."""
     link, _, delay = network.partition(" ")
     flags = ["--ranks", str(ranks), "--transport", "ucx", "--link", link]
     flags += ["--delay", delay] if delay else []
-    document = allreduce(*flags, *_CALLS, "--codec", ",".join(codecs), "--plain", "none")
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(own)[:cores])
+    try:
+        document = allreduce(*flags, *_CALLS, "--codec", ",".join(codecs), "--plain", "none")
+    finally:
+        os.sched_setaffinity(0, own)
     return [
-        {"ranks": ranks, "network": network, "codec": each["codec"], "size": each["size"]}
+        {"ranks": ranks, "network": network, "cores": cores, "codec": each["codec"], "size": each["size"]}
         | {"seconds": statistics.median(each["out_of_place"]["time_rounds"] + each["in_place"]["time_rounds"]) / 1e6}
         for each in document["results"]
     ]
@@ -107,12 +122,12 @@ def _timed(ranks: int, network: str, codecs: list[str]) -> list[dict[str, Any]]:
 
 def computed(document: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows with what the simulator computes, and its relative error; the document gets the profile."""
-    cores, speeds = document["machine"]["cores"], document["speeds"]
+    speeds = document["speeds"]
     fitted = [row for row in document["rows"] if row["ranks"] == FITTED_RANKS]
 
     def seconds(row: dict[str, Any], constants: Constants) -> float:
         profile = Profile(constants, {codec: (encode, decode) for codec, (encode, decode) in speeds.items()})
-        return call_seconds(row, profile, cores)
+        return call_seconds(row, profile)
 
     def error(constants: Constants) -> float:
         return statistics.mean(abs(math.log(seconds(row, constants) / row["seconds"])) for row in fitted)
@@ -123,15 +138,15 @@ def computed(document: dict[str, Any]) -> list[dict[str, Any]]:
     return [row | {"error": row["computed"] / row["seconds"] - 1} for row in found]
 
 
-def call_seconds(row: dict[str, Any], profile: Profile, cores: int) -> float:
-    """The time of a row's call as the simulator computes it, on ranks that share ``cores`` processors.
+def call_seconds(row: dict[str, Any], profile: Profile) -> float:
+    """The time of a row's call as the simulator computes it, on ranks that share the row's processors.
 
     The lab's limiter lets a burst pass a link that was idle. But calls follow each other, so the bytes of one take
     their time at the link's rate at least.
     """
     link, _, delay = row["network"].partition(" ")
     rate = parse_rate(link) if delay else parse_link(link)  # with a delay the lab has a forwarder, without bursts
-    share, seconds = min(1.0, cores / row["ranks"]), parse_seconds(delay) if delay else 0.0
+    share, seconds = min(1.0, row["cores"] / row["ranks"]), parse_seconds(delay) if delay else 0.0
     machines = Machines(row["ranks"], rate, intra=5e9, delay=seconds, processors=share)
     case = Case(row["size"] // 4, dtypes.FLOAT32, "sum")
     call = simulated(case, codec_of(row["codec"]), "auto", None, machines, profile)
@@ -158,14 +173,24 @@ def fit(constants: Constants, error: Callable[[Constants], float]) -> Constants:
 
 def summary(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     """The errors of each number of ranks and network, and the call with the largest one."""
-    for (ranks, network), each in itertools.groupby(rows, lambda row: (row["ranks"], row["network"])):
+    for (ranks, network, cores), each in itertools.groupby(rows, _place):
         group = list(each)
         worst = max(group, key=lambda row: abs(row["error"]))
         link, _, delay = network.partition(" ")
         of = f"{worst['codec']}, {format_size(worst['size'])}"
         times = f"{worst['seconds'] * 1e3:.2f}", f"{worst['computed'] * 1e3:.2f}"
         median = statistics.median(abs(row["error"]) for row in group)
-        yield str(ranks), link, delay or "none", str(len(group)), f"{median:.0%}", f"{worst['error']:+.0%}", of, *times
+        yield (
+            str(ranks),
+            str(cores),
+            link,
+            delay or "none",
+            str(len(group)),
+            f"{median:.0%}",
+            f"{worst['error']:+.0%}",
+            of,
+            *times,
+        )
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:

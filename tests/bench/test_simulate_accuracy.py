@@ -19,14 +19,14 @@ def document(factor: float = 1.0) -> dict[str, Any]:
     """Calls that took as long as the simulator says of that machine; on 4 ranks ``factor`` times as long."""
     profile = Profile(SLOW, {codec: (encode, decode) for codec, (encode, decode) in SPEEDS.items()})
     rows: list[dict[str, Any]] = [
-        {"ranks": ranks, "network": network, "codec": codec, "size": size}
-        for ranks in (2, 4)
+        {"ranks": ranks, "network": network, "cores": cores, "codec": codec, "size": size}
+        for ranks, cores in ((2, 2), (2, 1), (4, 2))
         for network in ("1gbit", "100mbit 25ms")
         for codec in ("minmax8", "none")
         for size in (2048, 1 << 17, 1 << 20)
     ]
     for row in rows:
-        row["seconds"] = program.call_seconds(row, profile, 2) * (factor if row["ranks"] == 4 else 1.0)
+        row["seconds"] = program.call_seconds(row, profile) * (factor if row["ranks"] == 4 else 1.0)
     return {"machine": {"cores": 2}, "speeds": SPEEDS, "rows": rows}
 
 
@@ -46,6 +46,7 @@ def test_the_summary_has_the_worst_call_of_each_network() -> None:
         {
             "ranks": ranks,
             "network": network,
+            "cores": 2,
             "codec": "none",
             "size": 2048,
             "seconds": 1e-3,
@@ -55,24 +56,25 @@ def test_the_summary_has_the_worst_call_of_each_network() -> None:
         for ranks, network, errors in ((2, "1gbit", [0.5]), (4, "1gbit", [0.1, -0.2, 0.12]), (4, "1gbit 5ms", [0.05]))
         for error in errors
     ]
-    assert [line[:7] for line in program.summary(rows)] == [
-        ("2", "1gbit", "none", "1", "50%", "+50%", "none, 2K"),
-        ("4", "1gbit", "none", "3", "12%", "-20%", "none, 2K"),
-        ("4", "1gbit", "5ms", "1", "5%", "+5%", "none, 2K"),
+    assert [line[:8] for line in program.summary(rows)] == [
+        ("2", "2", "1gbit", "none", "1", "50%", "+50%", "none, 2K"),
+        ("4", "2", "1gbit", "none", "3", "12%", "-20%", "none, 2K"),
+        ("4", "2", "1gbit", "5ms", "1", "5%", "+5%", "none, 2K"),
     ]
     assert "12% without a delay (3 calls), 5% with one (1 calls)" in program.verdict(rows)
 
 
 def test_a_run_that_goes_on_measures_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, str]] = []
-    monkeypatch.setattr(program, "_timed", lambda ranks, network, codecs: asked.append((ranks, network)) or [])
+    asked: list[tuple[int, str, int]] = []
+    monkeypatch.setattr(program, "_timed", lambda *given: asked.append((*given[:2], given[3])) or [])
+    monkeypatch.setattr(program.os, "sched_getaffinity", lambda process: {0, 1})
     given = {"ranks": "2,4", "networks": "1gbit,1gbit 5ms", "codecs": "none"}
-    have = {"rows": [{"ranks": 2, "network": "1gbit"}]}
-    assert len(list(program._measured(have, given))) == 3
-    assert asked == [(2, "1gbit 5ms"), (4, "1gbit"), (4, "1gbit 5ms")]
+    have = {"rows": [{"ranks": 2, "network": "1gbit", "cores": 2}]}
+    assert len(list(program._measured(have, given))) == 4
+    assert asked == [(2, "1gbit", 1), (2, "1gbit 5ms", 2), (4, "1gbit", 2), (4, "1gbit 5ms", 2)]
 
 
 def test_calls_that_follow_each_other_take_the_time_of_their_bytes() -> None:
     """A burst passes the lab's limiter at once, but not in every call."""
-    row = {"ranks": 2, "network": "100mbit", "codec": "none", "size": 16 << 10}
-    assert program.call_seconds(row, Profile(), 2) >= (16 << 10) / 12.5e6
+    row = {"ranks": 2, "network": "100mbit", "codec": "none", "size": 16 << 10, "cores": 2}
+    assert program.call_seconds(row, Profile()) >= (16 << 10) / 12.5e6
