@@ -88,6 +88,7 @@ def init(
         EngineError: the backend cannot be used on this machine, or the ranks have no transport in common; the message
             says why.
     """
+    setup_timeout(timeout)  # raises, before anything is opened
     loaded = _profile(profile)
     if backend not in ("auto", "host", "cuda"):
         raise ArgumentError(f'backend {backend!r} does not exist; there are "auto", "host" and "cuda"')
@@ -127,7 +128,7 @@ def _profile(given: str | os.PathLike[str] | GroupProfile | None) -> GroupProfil
     """The profile that the program or QCCL_PROFILE names. Raises ArgumentError for a file that is none."""
     from qccl.costs.group import GroupProfile
 
-    given = given or os.environ.get("QCCL_PROFILE")
+    given = given or os.environ.get("QCCL_PROFILE") or None
     if given is None or isinstance(given, GroupProfile):
         return given
     if not isinstance(given, str | os.PathLike):

@@ -20,6 +20,7 @@ import qccl
 from qccl import launchers
 from qccl.costs.group import GroupProfile
 from qccl.errors import ArgumentError
+from qccl.launch import _profile
 
 pytestmark = pytest.mark.starts_first
 
@@ -425,6 +426,11 @@ def test_a_profile_that_cannot_be_read_is_refused_before_ranks_meet(tmp_path, mo
         qccl.init("host")
     with pytest.raises(ArgumentError, match="profile must be a file's path"):
         qccl.init("host", profile=7)
+
+
+def test_an_empty_variable_names_no_profile(monkeypatch):
+    monkeypatch.setenv("QCCL_PROFILE", "")
+    assert _profile(None) is None
 
 
 def test_the_profile_of_another_group_is_refused(monkeypatch):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from qccl import codecs, dtypes
 from qccl.codecs import NoCodec
-from qccl.collectives import CollectiveSpec, ways
+from qccl.collectives import CollectiveSpec, spec_of_plan, ways
 from qccl.errors import ArgumentError
 from qccl.files import writing
 
@@ -187,13 +187,22 @@ class GroupProfile:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def check_group(self, nodes: Sequence[int], transport: str) -> None:
-        """Raise ArgumentError unless it is the profile of a group of these nodes, over this transport."""
+        """Raise ArgumentError unless it is the profile of a group of these nodes, over this transport, and complete."""
         if (self.nodes, self.transport) != (tuple(nodes), transport):
             raise ArgumentError(
                 f"the profile is that of {len(self.nodes)} ranks on the nodes {list(self.nodes)} over "
                 f"{self.transport}, and this group has {len(nodes)} ranks on the nodes {list(nodes)} over {transport}; "
                 f"save one of this group by comm.profile().save(), or leave it out"
             )
+        for kind, curves in self.times.items():
+            specs = [spec_of_plan(kind.collective, 1, kind.dtype, codec, None, {}) for codec in (_PLAIN, kind.codec)]
+            missing = {(spec.codec.spec(), way) for spec in specs for way in ways(spec, nodes)} - curves.keys()
+            if missing:
+                raise ArgumentError(
+                    f"the profile has times of {kind.collective} of {kind.dtype}, but none of "
+                    f"{', '.join(f'{codec} by {way}' for codec, way in sorted(missing))}; save one that "
+                    f"comm.profile() returned, or leave it out"
+                )
 
 
 def _curve(points: Any, density: Any) -> Curve:

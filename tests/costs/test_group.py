@@ -200,3 +200,12 @@ def test_the_profile_of_another_group_is_refused(nodes, transport):
     profile().check_group(NODES, "ucx")
     with pytest.raises(ArgumentError, match="the profile is that of 4 ranks"):
         profile().check_group(nodes, transport)
+
+
+@pytest.mark.parametrize("left_out", sorted(profile().times[Kind("allreduce", "float32", "minmax8")]))
+def test_a_profile_that_lacks_a_way_is_refused(left_out):
+    whole = profile()
+    (kind,) = whole.times
+    curves = {label: curve for label, curve in whole.times[kind].items() if label != left_out}
+    with pytest.raises(ArgumentError, match=f"none of {left_out[0]} by {left_out[1]}; save one"):
+        whole.with_times(kind, curves).check_group(NODES, "ucx")
