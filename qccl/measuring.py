@@ -12,6 +12,7 @@ A way that falls behind more and more is not timed with larger calls.
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -97,7 +98,7 @@ class _Measurement:
         self._values = np.random.default_rng(session.rank).standard_normal(_VALUES, np.float32)
         self._density: dict[Label, float] = {}
         self._keys: list[str] = []
-        self._order = np.random.default_rng(0)  # the same on all ranks
+        self._order = random.Random(0)  # random() is the same on all ranks, whatever their versions of Python
         self._again = 0  # sizes that were looked at once more
         self._begin, self._elapsed = time.monotonic(), 0.0
         most = _ROUNDS * len(calls) + 1
@@ -135,7 +136,7 @@ class _Measurement:
         if sum(found) <= _LONG:
             left = max(0.0, min(_SLICE, _LIMIT - self._elapsed))
             rounds = max(_FEWEST, min(_ROUNDS, int(left / sum(found) / 2)))
-            orders = [self._order.permutation(len(plans)) for _ in range(rounds)]
+            orders = [sorted(range(len(plans)), key=lambda _: self._order.random()) for _ in range(rounds)]
             times = self._agree([_timed_again(plans[i]) for order in orders for i in order])
             of_plan: list[list[float]] = [[] for _ in plans]
             for i, seconds in zip(np.concatenate(orders), times, strict=True):

@@ -176,7 +176,7 @@ class Rank {
     if (loop_.active() && calls_.size() >= loop_.runs().front()->sequence() + kRunsInFlight) return;
     if (calls_.size() == kMostCalls) return;
     auto& made = calls_.emplace_back(new Program(kind));
-    loop_.begin(made->run, calls_.size() - 1, 1e300, false, on_control());
+    loop_.begin(made->run, calls_.size() - 1, 1e300, false, true, on_control());
     check_ended();
   }
 

@@ -53,6 +53,7 @@ with atheris.instrument_imports(include=["qccl"]):
     from qccl import codecs
     from qccl.bench.explain import explained
     from qccl.bench.simulated import Profile
+    from qccl.costs.group import GroupProfile
     from qccl.errors import ArgumentError, CodecError, EngineError
     from qccl.records import read_record
     from qccl.saved import load_state, save_state
@@ -271,10 +272,20 @@ def _profile(content: bytes) -> None:
         Profile.read(content.decode(errors="surrogateescape"))
 
 
+def _group_profile(content: bytes) -> None:
+    file = os.memfd_create("profile")
+    try:
+        os.write(file, content)
+        with contextlib.suppress(ArgumentError):
+            GroupProfile.load(f"/proc/self/fd/{file}")
+    finally:
+        os.close(file)
+
+
 def texts(content: bytes) -> None:
-    """Codecs as texts and dicts, and a profile of the simulator."""
+    """Codecs as texts and dicts, and profiles of the simulator and of groups."""
     if content:
-        (_codec_text, _codec_dict, _profile)[content[0] % 3](content[1:])
+        (_codec_text, _codec_dict, _profile, _group_profile)[content[0] % 4](content[1:])
 
 
 TARGETS = {target.__name__: target for target in (messages, records, states, texts)}

@@ -29,6 +29,7 @@ import qccl
 from qccl import codecs, dtypes
 from qccl.codecs import Codec
 from qccl.collectives.allreduce import one_shot, two_round
+from qccl.costs import group
 from qccl.records import write_record
 from qccl.transports import relay_protocol
 from qccl.transports.channel import frame
@@ -218,11 +219,15 @@ def changes() -> Inputs:
 
 
 def text_inputs() -> Inputs:
-    """Codecs as texts and as dicts, and a profile of the simulator."""
+    """Codecs as texts and as dicts, and profiles of the simulator and of a group."""
     for spec in [*codecs.examples(), "minmax4+ef:beta=0.95", "topk:k=64,values=exp4/k=256+ef", "minmax8/minmax4"]:
         yield b"\0" + spec.encode()
     yield b"\1" + json.dumps({"byteps_compressor": "topk", "k": "0.01", "ef": "vanilla", "ef_beta": 0.9}).encode()
     yield b"\1" + json.dumps({"compressor": "minmax", "bits": 4, "momentum": "nesterov", "mu": "0.9"}).encode()
+    curve = group.Curve(((256, 1e-5), (8192, 1e-4)), 2.0)
+    times = {("none", "two_round"): curve, ("minmax8", "two_round"): curve}
+    profile = group.GroupProfile((0, 1), "ucx").with_times(group.Kind("allreduce", "float32", "minmax8"), times)
+    yield b"\3" + json.dumps(profile.as_dict()).encode()
     yield b"\2" + b'{"profile": {"constants": {"latency": 1e-5}, "speeds": {"minmax8": [1e-9, 1e-9]}}}'
 
 
