@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 from runs import measured_on, table
 
 from qccl.bench.sizes import format_size, parse_rate
@@ -172,8 +173,9 @@ def draw(document: Document, path: Path) -> None:
         axes.plot(
             [row["error"] for row in own], [row["seconds"] * 1e3 for row in own], "o-", color="#D55E00", label="qccl"
         )
-        for row in own:
-            axes.annotate(row["system"].removeprefix("qccl "), (row["error"], row["seconds"] * 1e3), (3, -9),
+        for number, row in enumerate(own):  # labels on both sides in turn: some points are near each other
+            place, align = ((5, 4), "left") if number % 2 == 0 else ((-5, -9), "right")
+            axes.annotate(row["system"].removeprefix("qccl "), (row["error"], row["seconds"] * 1e3), place, ha=align,
                           textcoords="offset points", fontsize=6, color="#D55E00")  # fmt: skip
         for row in rows:
             if row["system"] in others:
@@ -181,6 +183,9 @@ def draw(document: Document, path: Path) -> None:
                 style = {"marker": "sv^DPX*<>h"[number % 10], "color": f"C{number}", "linestyle": ""}
                 axes.plot([row["error"]], [row["seconds"] * 1e3], label=row["system"], **style)
         axes.set(xscale="log", yscale="log", xlabel="relative L2 error", ylabel="ms a call", title=network)
+        for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            which(FuncFormatter(lambda ms, _: f"{ms:g}"))
+        axes.tick_params(which="both", labelsize=7)
         axes.grid(visible=True, which="major", linewidth=0.3)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8)
