@@ -332,6 +332,7 @@ def test_versions_and_names_are_read() -> None:
         "info",
         "simulate",
         "token",
+        "top",
     }
     assert "qccl-bench, version" in invoke("--version").output
 

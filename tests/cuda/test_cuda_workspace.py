@@ -358,7 +358,7 @@ def test_no_rank_waits_for_one_that_has_no_room_for_a_plan(world, cupy, tiny):
         comm.plan("allreduce", count, **call).bind(x, out)
         plan, compiled = comm.plan("allreduce", count, **call), comm._session.engine.compile
         if comm.rank == 1:
-            comm._session.engine.compile = lambda schedule: (_ for _ in ()).throw(qccl.EngineError("there is no room"))
+            comm._session.engine.compile = lambda *_: (_ for _ in ()).throw(qccl.EngineError("there is no room"))
         with pytest.raises(qccl.EngineError) as caught:
             plan.bind(x, out)
         comm._session.engine.compile = compiled
