@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
+import signal
+import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import click
 
@@ -39,19 +43,38 @@ def top(places: Sequence[str], ranks: int | None, port: int | None, interval: fl
     """
     found = _places(places, ranks, port)
     before = scrape(found)
-    try:
-        if not sys.stdout.isatty():
-            time.sleep(interval)
-            click.echo("\n".join(lines(found, before, scrape(found))))
-            return
-        click.clear()
-        while True:
-            time.sleep(interval)
+    if not sys.stdout.isatty():
+        time.sleep(interval)
+        click.echo("\n".join(lines(found, before, scrape(found))))
+        return
+    click.clear()
+    with _interrupted_waits() as was_interrupted:
+        while not was_interrupted(interval):
             now = scrape(found)
             _draw(lines(found, before, now))
             before = now
-    except KeyboardInterrupt:
-        return
+
+
+@contextlib.contextmanager
+def _interrupted_waits() -> Iterator[Callable[[float], bool]]:
+    """A function that waits for so many seconds, or until Ctrl-C, and says whether it was that.
+
+    Ctrl-C ends a wait, and nothing else: an exception between any two statements may be lost in a destructor.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+
+    def tell(*_: object) -> None:
+        with contextlib.suppress(BlockingIOError):
+            theirs.send(b"\0")
+
+    before = signal.signal(signal.SIGINT, tell)
+    try:
+        yield lambda seconds: bool(select.select([ours], [], [], seconds)[0])
+    finally:
+        signal.signal(signal.SIGINT, before)
+        ours.close()
+        theirs.close()
 
 
 def lines(places: Sequence[Place], before: Sequence[Sample], now: Sequence[Sample]) -> Iterator[str]:

@@ -198,15 +198,19 @@ def test_in_a_terminal_it_is_drawn_again_until_ctrl_c():
     with answering(lambda: OK + text(next(calls)).encode()) as place:
         ours, theirs = pty.openpty()
         command = [sys.executable, "-m", "qccl.bench", "top", place, "--interval", "0.1"]
-        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
-            os.close(theirs)
+        process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        try:
             shown, deadline = b"", time.monotonic() + SECONDS
             while shown.count(b"\x1b[H") < 4 and time.monotonic() < deadline:
                 if select.select([ours], [], [], 0.1)[0]:
                     shown += os.read(ours, 65536)
             process.send_signal(signal.SIGINT)
             assert process.wait(SECONDS) == 0
-        os.close(ours)
+        finally:
+            process.kill()
+            process.wait(SECONDS)
+            os.close(ours)
     last = shown.rpartition(b"\x1b[H")[0].rpartition(b"\x1b[H")[2]
     assert b"minmax4 +1" in last and last.count(b"\n") == 2
     assert b"Traceback" not in shown
