@@ -12,17 +12,15 @@ from 4 MiB on only if it was not much slower than the fastest before.
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import click
 from matplotlib.figure import Figure
-from runs import machine, measured_on, rewrite_table, run_ranks, table
+from runs import begun, measured_on, rewrite_table, run_ranks, store, table, todays
 
 from qccl.bench.network_options import NetworkOptions
 from qccl.bench.sizes import format_size
@@ -60,15 +58,14 @@ CLOSE = 0.05
 @click.option("--write", help="A page whose table is to be replaced: docs/results-collectives.md.")
 def main(**given: Any) -> None:
     """Measure, and print the table."""
-    path = _ROOT / "docs" / "results" / f"auto-{date.today().isoformat()}.json"
-    document = json.loads(path.read_text(encoding="utf-8")) if given["resume"] and path.exists() else {"rows": []}
-    document["machine"], begin = document.get("machine") or machine(), time.monotonic()
+    path = todays("auto")
+    document, begin = begun(path, resume=given["resume"]), time.monotonic()
     for ranks, network in itertools.product(map(int, given["ranks"].split(",")), given["networks"].split(",")):
         is_done = any((row["ranks"], row["network"]) == (ranks, network) for row in document["rows"])
         if not is_done and time.monotonic() - begin < given["limit"]:
             document["rows"] += _timed(ranks, network)
             if given["save"]:
-                path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+                store(path, document)
     text = report(document)
     print(text)
     if given["write"]:

@@ -12,16 +12,14 @@ page's table.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import click
-from runs import document_table, machine, print_table, rewrite_table, run_ranks
+from runs import document_table, machine, print_table, rewrite_table, run_ranks, store, todays
 
 from qccl import codecs
 from qccl.bench.network_options import NetworkOptions
@@ -29,7 +27,6 @@ from qccl.bench.sizes import parse_link, parse_loss, parse_size
 from qccl.scalars import parse_seconds
 
 _SCRIPT = str(Path(__file__).parent / "congestion_rank.py")
-_RESULTS = Path(__file__).parent.parent / "docs" / "results"
 #: a transport of this table alone: as many plain sockets as --connections
 SOCKETS = "sockets"
 
@@ -117,8 +114,8 @@ def _cell(row: dict[str, Any]) -> str:
 
 
 def _save(document: dict[str, Any]) -> None:
-    path = _RESULTS / f"congestion-{date.today().isoformat()}.json"
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    path = todays("congestion")
+    store(path, document)
     print(f"wrote {path}", file=sys.stderr)
 
 

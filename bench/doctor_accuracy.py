@@ -19,12 +19,10 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import click
-from runs import MARK, machine, measured_on, rewrite_table, run_ranks, table
+from runs import MARK, begun, measured_on, rewrite_table, run_ranks, store, table, todays
 
 from qccl.bench.costs import FP16, FP32, POWERSGD, cost_of
 from qccl.bench.lab import Lab
@@ -34,7 +32,6 @@ from qccl.bench.tcp import congestion_control
 from qccl.costs.profile import Gradient, Profile
 from qccl.costs.step import Speed, Step
 
-_RESULTS = Path(__file__).parent.parent / "docs" / "results"
 MODELS = "byte_model,word_gpt,conv_net"
 METHODS = f"{FP32},{FP16},{POWERSGD}4,minmax8,minmax4+ef,minmax2:bucket=256+ef,trellis2+ef,onebit:reconstruct=mean+ef"
 #: megabytes of DDP's buckets; PowerSGD's reductions would block each other in several
@@ -59,14 +56,13 @@ COLUMNS += ("predicted",)
 @click.option("--write", help="A page whose table is to be replaced: bench/README.md.")
 def main(**given: Any) -> None:
     """Measure, predict, and print both."""
-    path = _RESULTS / f"doctor-{date.today().isoformat()}.json"
-    document = json.loads(path.read_text(encoding="utf-8")) if given["resume"] and path.exists() else {"rows": []}
-    document["machine"] = document.get("machine") or machine()
+    path = todays("doctor")
+    document = begun(path, resume=given["resume"])
     if (tcp := congestion_control()) != TCP:
         print(f"TCP's algorithm is {tcp}; the doctor assumes {TCP} (docs/howto/starting.md)", file=sys.stderr)
     for _ in _measured(document, given):
         if given["save"]:
-            path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            store(path, document)
     rows = list(predicted(document))
     for line in table(("model", "ranks", "link", "method", "ms", "predicted", "error"), map(_shown, rows)):
         print(line)

@@ -23,20 +23,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import click
 from peer_report import draw, report
-from runs import machine, rewrite_table
+from runs import begun, rewrite_table, store, todays
 
 from qccl.bench.sizes import parse_rate, parse_size
 from qccl.bench.start import free_port
 from qccl.scalars import parse_seconds
 
 _ROOT = Path(__file__).parent.parent
-_RESULTS = _ROOT / "docs" / "results"
 _ENVIRONMENTS = _ROOT / "build" / "peers"
 _RANK = str(Path(__file__).with_name("peer_rank.py"))
 NETWORKS = "100mbit,1gbit,10gbit,100mbit 25ms"
@@ -78,12 +76,11 @@ _KILLED_COUNT = 4 << 20
 @click.option("--write", help="A page whose tables are to be replaced: docs/results-collectives.md.")
 def main(**given: Any) -> None:
     """Install, measure, and print tables."""
-    path = _RESULTS / f"peers-{date.today().isoformat()}.json"
-    document = json.loads(path.read_text(encoding="utf-8")) if given["resume"] and path.exists() else {}
-    document = {"machine": machine(), "versions": {}, "rows": [], "ends": [], "failures": []} | document
+    path = todays("peers")
+    document = {"versions": {}, "ends": [], "failures": []} | begun(path, resume=given["resume"])
     for _ in _measured(document, given):
         if given["save"]:
-            path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            store(path, document)
     text = report(document)
     print(text)
     if given["write"]:

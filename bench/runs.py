@@ -29,6 +29,7 @@ __all__ = [
     *(
         "MARK",
         "allreduce",
+        "begun",
         "commit",
         "cpu",
         "document_table",
@@ -38,7 +39,7 @@ __all__ = [
         "rewrite_table",
         "run_ranks",
     ),
-    *("run_undisturbed", "save", "table"),
+    *("run_undisturbed", "save", "store", "table", "todays"),
 ]
 
 #: begins the line in which rank 0 prints the results
@@ -208,16 +209,32 @@ def commit() -> str:
     return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
 
 
+def todays(kind: str) -> Path:
+    """Today's results file of this kind."""
+    return _RESULTS / f"{kind}-{date.today().isoformat()}.json"
+
+
+def begun(path: Path, *, resume: bool) -> dict[str, Any]:
+    """The document to measure on: with ``resume`` that of the file, if there is one."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if resume and path.exists() else {}
+    return found if "machine" in found else {"machine": machine(), "rows": []} | found
+
+
+def store(path: Path, document: dict[str, Any]) -> None:
+    """Write a results file."""
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
 def save(document: dict[str, Any]) -> None:
     """Write today's file; in an existing file replace the rows with the same keys and keep the others."""
     _RESULTS.mkdir(parents=True, exist_ok=True)
-    path = _RESULTS / f"host-{date.today().isoformat()}.json"
+    path = todays("host")
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         for section, rows in before.items():
             if section != "machine":
                 document[section] = _renewed(rows, document.get(section, []))
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    store(path, document)
     print(f"wrote {path}")
 
 

@@ -13,18 +13,15 @@ lacks.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import click
-from runs import allreduce, machine, measured_on, rewrite_table, table
+from runs import allreduce, begun, measured_on, rewrite_table, store, table, todays
 
 from qccl import dtypes
 from qccl.bench.calls import Case
@@ -34,7 +31,6 @@ from qccl.bench.simulated import Constants, Machines, Profile, simulated
 from qccl.bench.sizes import format_size, parse_link, parse_rate
 from qccl.scalars import parse_seconds
 
-_RESULTS = Path(__file__).parent.parent / "docs" / "results"
 #: links with their delays
 NETWORKS = "100mbit,1gbit,100mbit 25ms,1gbit 5ms"
 CODECS = "minmax8,minmax4,none"
@@ -61,19 +57,18 @@ COLUMNS = ("ranks", "processors", "link", "delay", "calls", "median error", "lar
 @click.option("--write", help="A page whose table is to be replaced: docs/results-collectives.md.")
 def main(**given: Any) -> None:
     """Measure, compute, and print both."""
-    path = _RESULTS / f"simulate-{date.today().isoformat()}.json"
-    document = json.loads(path.read_text(encoding="utf-8")) if given["resume"] and path.exists() else {"rows": []}
-    document["machine"] = document.get("machine") or machine()
+    path = todays("simulate")
+    document = begun(path, resume=given["resume"])
     for _ in _measured(document, given):
         if given["save"]:
-            path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            store(path, document)
     rows = computed(document)
     for line in table(("ranks", "network", "size", "codec", "ms", "computed", "error"), map(_shown, rows)):
         print(line)
     text = "\n".join(table(COLUMNS, summary(rows))) + f"\n\n{verdict(rows)}\n\n" + measured_on(document["machine"])
     print(f"\n{text}")
     if given["save"]:
-        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        store(path, document)
     if given["write"]:
         rewrite_table(given["write"], "python bench/simulate_accuracy.py", text)
 

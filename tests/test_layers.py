@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": {"codecs", "dtypes", "errors", "intervals"},
     "analysis": {"codecs", "dtypes", "intervals", "schedule", "trace"},
     "collectives": {"arguments", "arrays", "chunks", "codecs", "dtypes", "errors", "schedule"},
-    "costs": {"_host", "codecs", "collectives", "dtypes", "errors", "files"},
+    "costs": {"_host", "codecs", "collectives", "dtypes", "errors", "files", "scalars"},
     "guard": set(),
     "launchers": {"errors"},
     "records": {"engine", "errors", "files"},

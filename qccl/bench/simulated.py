@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from qccl.analysis.simulate import Costs, Timeline, simulate
 from qccl.bench.calls import Case, Wiring, parameters_of, spec_of_case
@@ -23,6 +21,7 @@ from qccl.collectives.topology import for_nodes
 from qccl.costs.step import ADD, BYTE, HEADER_NBYTES, HEADERS, LATENCY, MESSAGE
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
+from qccl.scalars import positive
 from qccl.schedule import Schedule
 from qccl.transports.ucx import UcxTransport
 
@@ -91,10 +90,8 @@ class Profile:
         """The profile in a file that ``--json`` wrote. Raises ValueError."""
         try:
             given = json.loads(text)["profile"]
-            constants = Constants(**{name: _positive(value) for name, value in given["constants"].items()})
-            speeds = {
-                name: (_positive(encode), _positive(decode)) for name, (encode, decode) in given["speeds"].items()
-            }
+            constants = Constants(**{name: positive(value) for name, value in given["constants"].items()})
+            speeds = {name: (positive(encode), positive(decode)) for name, (encode, decode) in given["speeds"].items()}
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"the file has no profile ({type(error).__name__}: {error}); give one that qccl-bench simulate --json "
@@ -109,12 +106,6 @@ class Profile:
         """
         encode, decode = (ADD, ADD) if codec == NoCodec() else self.speeds[codec.spec()]
         return dtype.itemsize / encode, dtype.itemsize / decode
-
-
-def _positive(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise ValueError(f"{value!r} is not a positive number")
-    return float(value)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from qccl.codecs import NoCodec
 from qccl.collectives import CollectiveSpec, spec_of_plan, ways
 from qccl.errors import ArgumentError
 from qccl.files import writing
+from qccl.scalars import positive
 
 __all__ = ["MARGIN", "Choice", "Curve", "GroupProfile", "Kind", "Label", "Prediction", "choose", "kind_of"]
 
@@ -206,23 +206,17 @@ class GroupProfile:
 
 
 def _curve(points: Any, density: Any) -> Curve:
-    found = tuple((_natural(count), _positive(seconds)) for count, seconds in points)
+    found = tuple((_natural(count), positive(seconds)) for count, seconds in points)
     counts = [count for count, _ in found]
     if not found or counts != sorted(set(counts)):
         raise ValueError(f"a curve needs points with ascending numbers of elements, not {counts}")
-    return Curve(found, _positive(density))
+    return Curve(found, positive(density))
 
 
 def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{value!r} is not an integer from 0 on, with 63 bits")
     return value
-
-
-def _positive(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise ValueError(f"{value!r} is not a positive number")
-    return float(value)
 
 
 @dataclass(frozen=True)

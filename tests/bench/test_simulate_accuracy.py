@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +39,7 @@ def test_constants_of_two_ranks_hold_for_four() -> None:
     errors = [row["error"] for row in rows if row["ranks"] == 4]
     assert sum(errors) / len(errors) == pytest.approx(1.0, abs=0.3)
     assert given["profile"]["constants"]["latency"] == pytest.approx(SLOW.latency, rel=0.3)
-    assert Profile.read(program.json.dumps(given)).constants == Constants(**given["profile"]["constants"])
+    assert Profile.read(json.dumps(given)).constants == Constants(**given["profile"]["constants"])
 
 
 def test_the_summary_has_the_worst_call_of_each_network() -> None:
