@@ -25,6 +25,8 @@ Values = Any
 _ROW = 512
 #: columns of the matrix as which PyTorch's hooks get the values; PowerSGD needs one
 _COLUMNS = 1024
+#: of PowerSGD's factors, and of qccl's
+_LOW_RANK = 4
 #: steps for which PowerSGD sends everything
 _EXACT_STEPS = 2
 #: seconds for which hivemind looks for a group before each call, outside the timing
@@ -87,13 +89,33 @@ def _gloo(dtype: str, rank: int, ranks: int, folder: Path) -> AllReduce:
     return AllReduce(run)
 
 
-def _ddp_hook(hook: str, rank: int, ranks: int, folder: Path) -> AllReduce:
+def _fp16_hook(torch: Any, model: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+def _power_sgd_hook(torch: Any, model: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    state = powerSGD_hook.PowerSGDState(None, _LOW_RANK, start_powerSGD_iter=_EXACT_STEPS)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(_EXACT_STEPS):
+        model(torch.zeros(model.module.weight.shape)).backward()
+
+
+def _qccl_low_rank(torch: Any, model: Any) -> None:
+    from qccl.torch import compress
+
+    compress(model, "minmax8", low_rank=_LOW_RANK)
+
+
+def _ddp_hook(register: Callable[[Any, Any], None], rank: int, ranks: int, folder: Path) -> AllReduce:
     """The backward pass of a module with one matrix, whose gradient is the values: DDP calls the hook for it.
 
     The forward pass is not part of the all-reduce, so it is not timed.
     """
     torch, _ = _torch_group()
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
     class Matrix(torch.nn.Module):
@@ -110,13 +132,7 @@ def _ddp_hook(hook: str, rank: int, ranks: int, folder: Path) -> AllReduce:
     def module(count: int) -> Any:
         if count not in modules:
             modules[count] = model = DistributedDataParallel(Matrix(count), bucket_cap_mb=1000)
-            if hook == "fp16":
-                model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-            else:
-                state = powerSGD_hook.PowerSGDState(None, int(hook), start_powerSGD_iter=_EXACT_STEPS)
-                model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-                for _ in range(_EXACT_STEPS):
-                    model(torch.zeros(model.module.weight.shape)).backward()
+            register(torch, model)
         return modules[count]
 
     def prepare(x: Values) -> None:
@@ -235,8 +251,9 @@ SYSTEMS: dict[str, Callable[[int, int, Path], AllReduce]] = {
     "mpi": _mpi,
     "gloo": partial(_gloo, "float32"),
     "gloo bf16": partial(_gloo, "bfloat16"),
-    "DDP fp16 hook": partial(_ddp_hook, "fp16"),
-    "DDP PowerSGD rank 4": partial(_ddp_hook, "4"),
+    "DDP fp16 hook": partial(_ddp_hook, _fp16_hook),
+    "DDP PowerSGD rank 4": partial(_ddp_hook, _power_sgd_hook),
+    "qccl low rank 4": partial(_ddp_hook, _qccl_low_rank),
     "gloo + FBGEMM int8": _fbgemm,
     "hivemind uniform8": _hivemind,
     "torchft fp8": _torchft,

@@ -55,7 +55,7 @@ REQUIREMENTS = {
     "torchft fp8": ("torchft", "numpy"),
 }
 CODECS = ("none", "cast", "cast:dtype=bfloat16", "trellis8", "minmax8", "minmax4")
-_SYSTEMS = (*REQUIREMENTS, *(f"qccl {codec}" for codec in CODECS))
+_SYSTEMS = (*REQUIREMENTS, *(f"qccl {codec}" for codec in CODECS), "qccl low rank 4")
 #: seconds of calls that are timed in a block, and their least and greatest number
 _BLOCK_SECONDS, _FEWEST, _MOST = 0.5, 2, 100
 #: a system whose ranks need seconds before each call has fewer
