@@ -45,9 +45,12 @@ def host_and_port(text: object) -> Place | None:
 
 
 def is_host(text: str) -> bool:
-    """Whether ``text`` may be a name or an address, though perhaps of no host: its labels have 1 to 63 bytes."""
+    """Whether ``text`` may be a name or an address, though perhaps of no host: its labels have 1 to 63 bytes.
+
+    Neither has brackets, which are around an address of IPv6 beside a port.
+    """
     with contextlib.suppress(UnicodeError):
-        return bool(text.encode("idna")) and text.isprintable()
+        return bool(text.encode("idna")) and text.isprintable() and not set(text) & {"[", "]"}
     return False
 
 

@@ -370,7 +370,7 @@ def test_a_name_with_addresses_of_both_families(is_local, port, monkeypatch):
             sockets.connect(("::1", port), 5.0).close()
 
 
-NO_NAMES = ["a..b", ".a", "a" * 64, "a" * 64 + ".b", "a\0b"]
+NO_NAMES = ["a..b", ".a", "a" * 64, "a" * 64 + ".b", "a\0b", "[[]]]", "[a", "a]b"]
 
 
 @pytest.mark.parametrize("host", NO_NAMES)
