@@ -110,7 +110,7 @@ def frame_inputs() -> Inputs:
     receive, data, acknowledge = bytes([0, 0, 100, 0]), bytes([2, 0, 0, 0, 100, 0]), bytes([3, 0, 0, 1, 0, 0])
     yield b"\1" + receive + data
     yield b"\1" + data + receive + bytes([1, 0, 100]) + bytes([8, 199]) + acknowledge
-    yield b"\0\3" + bytes([0, 1, 201, 0, 1]) + bytes([4, 1, 0, 0, 0, 0]) + bytes([2, 1, 0, 0, 201, 0, 0])
+    yield b"\0\3" + bytes([0, 1, 241, 0, 1]) + bytes([4, 1, 0, 0, 0, 0]) + bytes([2, 1, 0, 0, 241, 0, 0])
 
 
 def address_inputs() -> Inputs:
@@ -179,9 +179,9 @@ def state_inputs() -> Inputs:
     for state in (qccl.run_ranks(2, work)[0], {"a": [1, 2.5, None, True, "x"], "b": {"c": np.arange(3)}}):
         file = BytesIO()
         qccl.save_state(file, state)
-        yield b"\0" + file.getvalue()
+        yield b"\4" + file.getvalue()
         structure = b'{"dict": [["a", {"array": "0"}], ["b", {"list": [1, {"bfloat16": "1"}]}]]}'
-        yield b"\2" + structure
+        yield b"\6" + structure
         arrays = []
         for array in (np.frombuffer(structure, np.uint8), np.ones(3, np.float32), np.zeros((2, 1), np.uint16)):
             content = BytesIO()
