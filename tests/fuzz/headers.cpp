@@ -164,11 +164,12 @@ class Rank {
     }
   }
 
-  void advance() {
+  // By some operations and polls.
+  void advance(int turns) {
     Turn turn;
     turn.once = true;
     try {
-      for (int i = 0; i < 4; ++i) loop_.advance(turn, on_control());
+      for (int i = 0; i < turns; ++i) loop_.advance(turn, on_control());
     } catch (...) {
       check_ended();
       throw;
@@ -279,7 +280,7 @@ void fuzz(Input input) {
   for (int actions = 0; actions < 80 && !input.is_empty() && refusals < 3; ++actions) {
     try {
       rank.act(input);
-      refusals ? rank.drain() : rank.advance();
+      refusals ? rank.drain() : rank.advance(input.is_empty() ? 8 : 2);
     } catch (const MessageError&) {
       ++refusals;
     } catch (const Refusal&) {

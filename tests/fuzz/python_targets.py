@@ -20,8 +20,8 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from io import BytesIO
 from functools import reduce
+from io import BytesIO
 from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,7 +144,9 @@ def _changed(seeds: Sequence[_Seed], choices: bytes) -> bytes:
         place = seed.places[int.from_bytes(choices[at : at + 2]) % len(seed.places)]
         with contextlib.suppress(LookupError, TypeError):  # an earlier change has removed the place
             *outside, key = place
-            _change(reduce(getitem, outside, documents), key, choices[at + 2] % 6, choices[at + 3], documents, seed.places)
+            _change(
+                reduce(getitem, outside, documents), key, choices[at + 2] % 6, choices[at + 3], documents, seed.places
+            )
     return seed.prefix + b"\n".join(json.dumps(each).encode() for each in documents)
 
 
@@ -249,7 +251,9 @@ def _archive(parts: Mapping[str, bytes]) -> bytes:
 
 def _array(description: str, nbytes: int, content: bytes) -> bytes:
     """An .npy file (numpy.lib.format) of an array with one axis."""
-    head = f"{{'descr': '{description}', 'fortran_order': False, 'shape': ({len(content) // nbytes},)}}".ljust(117) + "\n"
+    head = (
+        f"{{'descr': '{description}', 'fortran_order': False, 'shape': ({len(content) // nbytes},)}}".ljust(117) + "\n"
+    )
     return b"\x93NUMPY\1\0" + struct.pack("<H", len(head)) + head.encode() + content
 
 
