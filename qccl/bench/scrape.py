@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from qccl.metrics import GROUP_SIZE
 from qccl.transports.sockets import Place, connect, place_text
 
-__all__ = ["Sample", "scrape"]
+__all__ = ["Sample", "parsed", "scrape"]
 
 _SECONDS = 1.0
 _MOST_BYTES = 4 << 20
@@ -54,7 +54,7 @@ def scrape(places: Sequence[Place]) -> list[Sample]:
 def _sample(place: Place) -> Sample:
     try:
         text = _get(place)
-        return _parsed(text, time.monotonic())
+        return parsed(text, time.monotonic())
     except TimeoutError:
         error = f"no answer within {_SECONDS:g} s"
     except (OSError, ValueError, OverflowError) as found:
@@ -84,8 +84,8 @@ def _get(place: Place) -> str:
     return body.decode()
 
 
-def _parsed(text: str, now: float) -> Sample:
-    """Raises ValueError for a line that qccl does not write."""
+def parsed(text: str, now: float) -> Sample:
+    """What an endpoint says in ``text`` at the time ``now``. Raises ValueError for a line that qccl does not write."""
     sample = Sample(now)
     for line in text.split("\n"):
         if line.startswith("#") or not line:

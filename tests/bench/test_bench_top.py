@@ -47,7 +47,7 @@ def text(calls: int, *, rank: int = 0, group: str = "group 0", timed: bool = Tru
 
 
 def sample(now: float, calls: int, **options) -> Sample:
-    return scrape._parsed(text(calls, **options), now)
+    return scrape.parsed(text(calls, **options), now)
 
 
 def table(before: list[Sample], now: list[Sample]) -> list[list[str]]:

@@ -27,19 +27,24 @@ import runs
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build/fuzz"
 FINDINGS = BUILD / "findings"
-COMPILED = ("addresses", "codecs", "frames", "headers")
-IN_PYTHON = ("messages", "records", "states", "texts")
+COMPILED = ("addresses", "callers", "codecs", "frames", "headers")
+IN_PYTHON = ("messages", "records", "reports", "states", "texts")
 
 #: what a target has in place of libFuzzer's defaults. Bytes of an input: a message of several parts needs many, and
 #: long lists of actions take time. `codecs` has a large corpus: -entropic would take most of the time to look at it.
-_OPTIONS = {"codecs": ("-entropic=0",), "frames": ("-max_len=20000",), "headers": ("-max_len=1536",)}
+_OPTIONS = {
+    "codecs": ("-entropic=0",),
+    "frames": ("-max_len=20000",),
+    "callers": ("-max_len=20000",),
+    "headers": ("-max_len=1536",),
+}
 #: an input may take so long, also on a busy machine, and the process so much memory
 _LIMITS = ("-timeout=60", "-report_slow_units=60", "-rss_limit_mb=3000", "-malloc_limit_mb=1000")
 #: of AddressSanitizer. Who allocated is seen when a finding is run alone. What is freed, and what returned functions
 #: had on the stack, is watched in some megabytes that stay in the processor's cache: an input needs no more.
 _SANITIZER = {
     **{"malloc_context_size": 0, "quarantine_size_mb": 8, "thread_local_quarantine_size_kb": 64},
-    "max_uar_stack_size_log": 16,
+    **{"max_uar_stack_size_log": 16, "use_madv_dontdump": 0},
 }
 #: of a turn, at most. Each begins with the corpus, and there is a line about each.
 _TURN_SECONDS = 120
