@@ -224,7 +224,7 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} is no results file ({error}); give one that these scripts wrote, or remove it"
         ) from error
     if not isinstance(found, dict):
-        raise SystemExit(f"{path} is no results file, but a {type(found).__name__} in JSON; remove it")
+        raise SystemExit(f"{path} is no results file: its JSON is of type {type(found).__name__}; remove it")
     return found
 
 
