@@ -45,7 +45,7 @@ using wan::Head;
 using wan::Kind;
 
 constexpr int kRanks = 3, kConnections = 2;
-constexpr std::size_t kMostCallers = 6, kHelloNbytes = sizeof(Head) + wan::kNonceNbytes;
+constexpr std::size_t kMostCallers = 4, kHelloNbytes = sizeof(Head) + wan::kNonceNbytes;
 const std::string kGroup(wan::kNonceNbytes, 'a');
 
 // What the wire reports.
@@ -86,7 +86,8 @@ class Rank {
     wire_ = make_wan_wire(settings, [](const WireFault&) { throw Fault(); });
     may_start_threads = false;
     try {
-      wire_->connect(0, std::vector<std::string>(kRanks, settings.address), [](const std::vector<int>&) { return std::vector<int>(); });
+      wire_->connect(0, std::vector<std::string>(kRanks, settings.address),
+                     [](const std::vector<int>&) { return std::vector<int>(); });
     } catch (const std::system_error&) {
     }
     may_start_threads = true;
@@ -222,7 +223,7 @@ void fuzz(Input input) {
   {
     Rank rank;
     int faults = 0;
-    for (int actions = 0; actions < 64 && !input.is_empty() && faults < 3; ++actions) {
+    for (int actions = 0; actions < 40 && !input.is_empty() && faults < 3; ++actions) {
       try {
         rank.act(input);
         rank.poll();

@@ -35,7 +35,6 @@ IN_PYTHON = ("messages", "records", "reports", "states", "texts")
 _OPTIONS = {
     "codecs": ("-entropic=0",),
     "frames": ("-max_len=20000",),
-    "callers": ("-max_len=20000",),
     "headers": ("-max_len=1536",),
 }
 #: an input may take so long, also on a busy machine, and the process so much memory

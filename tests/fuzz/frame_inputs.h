@@ -34,7 +34,8 @@ inline std::vector<unsigned char> frame(Input& input, qccl::wan::Kind kind) {
   const std::uint64_t rest = head.total >= head.offset ? head.total - head.offset : 0;
   head.nbytes = form & 8 ? input.take<std::uint32_t>() : static_cast<std::uint32_t>(std::min<std::uint64_t>(kPartNbytes, rest));
   if (kind != Kind::data && !(form & 8)) head.nbytes = 0;
-  return frame_bytes(head, std::vector<unsigned char>(std::min<std::size_t>(head.nbytes, kPartNbytes + 1), static_cast<unsigned char>(form)));
+  const std::size_t nbytes = std::min<std::size_t>(head.nbytes, kPartNbytes + 1);
+  return frame_bytes(head, std::vector<unsigned char>(nbytes, static_cast<unsigned char>(form)));
 }
 
 // As they are in the input.

@@ -96,7 +96,8 @@ struct Sum final : Operation {
 
 // Of a call: sends its data to the others, receives theirs, adds, sends the sum, and receives theirs.
 struct Program {
-  explicit Program(unsigned kind) : kind(kind), nbytes(kind == 0 ? 0 : kind == 1 ? 64 : kind == 2 ? kMostEager : kMostEager + 1) {
+  explicit Program(unsigned kind)
+      : kind(kind), nbytes(kind == 0 ? 0 : kind == 1 ? 64 : kind == 2 ? kMostEager : kMostEager + 1) {
     steps = std::make_shared<Steps>(0, kRanks, kMostEager, kind & 1 ? std::vector<int>{1} : std::vector<int>{});
     if (nbytes) add();
     steps->link();
@@ -141,8 +142,9 @@ const Program& program(unsigned kind, std::size_t call) {
 
 // The kind of call for which a rank sends these bytes of a header from kTextOffset on, or kPrograms.
 unsigned kind_of(const unsigned char* text) {
+  constexpr std::size_t kTextNbytes = kAgreedNbytes - kTextOffset;
   unsigned kind = 0;
-  while (kind < kPrograms && std::memcmp(text, program(kind, 0).header.data() + kTextOffset, kAgreedNbytes - kTextOffset)) ++kind;
+  while (kind < kPrograms && std::memcmp(text, program(kind, 0).header.data() + kTextOffset, kTextNbytes)) ++kind;
   return kind;
 }
 
@@ -260,7 +262,8 @@ class Rank {
       require(sequence < calls_.size(), "a call has ended that was not made");
       const std::pair<std::uint64_t, unsigned> header{sequence, calls_[sequence]->kind};
       for (int peer = 1; peer < kRanks; ++peer)
-        require(std::count(sent_[peer].begin(), sent_[peer].end(), header), "a call has ended, and a rank has not sent its header");
+        require(std::count(sent_[peer].begin(), sent_[peer].end(), header),
+                "a call has ended, and a rank has not sent its header");
     }
     require(loop_.early() <= kRunsInFlight * kRanks, "headers of too many calls are kept");
   }

@@ -135,8 +135,8 @@ def caller_inputs() -> Inputs:
     yield call + bytes([6, 0, 16, 0, 0, 3, 1]) + data  # another group
     yield call + data + bytes([5, 0, 1, 136, 255])  # it does not say who it is, ends, and time passes
     sent = _frames()
-    for start in range(0, len(sent), 9000):
-        part = sent[start : start + 9000]
+    for start in range(0, len(sent), 3000):
+        part = sent[start : start + 3000]
         yield call + hello + bytes([0, 0, 0, 241, 0, 0]) + bytes([9]) + struct.pack("<H", len(part)) + part
 
 
