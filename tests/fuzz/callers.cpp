@@ -45,7 +45,7 @@ using wan::Head;
 using wan::Kind;
 
 constexpr int kRanks = 3, kConnections = 2;
-constexpr std::size_t kMostCallers = 4, kHelloNbytes = sizeof(Head) + wan::kNonceNbytes;
+constexpr std::size_t kMostCallers = 4;
 const std::string kGroup(wan::kNonceNbytes, 'a');
 
 // What the wire reports.
@@ -53,7 +53,7 @@ struct Fault {};
 
 struct Caller {
   int descriptor;
-  std::string begin;  // the first kHelloNbytes of what it has sent
+  std::string sent;
 };
 
 struct Receive {
@@ -149,14 +149,20 @@ class Rank {
             "something has come from a rank that has not said who it is");
   }
 
-  // Whether a caller has said first that it is this rank.
+  // Whether a caller has said that it is this rank, before anything else but acknowledgements and probes, which say nothing.
   static bool is_of(const Caller& caller, int peer) {
-    if (caller.begin.size() < kHelloNbytes) return false;
     Head head;
-    std::memcpy(&head, caller.begin.data(), sizeof head);
+    std::size_t begin = 0, end = 0;
+    do {
+      begin = end;
+      if (caller.sent.size() < begin + sizeof head) return false;
+      std::memcpy(&head, caller.sent.data() + begin, sizeof head);
+      end = begin + sizeof head + head.nbytes;
+      if (caller.sent.size() < end) return false;
+    } while (head.kind == Kind::ack || head.kind == Kind::probe);
     return head.kind == Kind::hello && head.nbytes == wan::kNonceNbytes && head.index == static_cast<std::uint64_t>(peer) &&
            head.offset == 0 && head.total == 1 && head.tag >= 0 && head.tag <= kConnections &&
-           !caller.begin.compare(sizeof head, wan::kNonceNbytes, kGroup);
+           !caller.sent.compare(begin + sizeof head, wan::kNonceNbytes, kGroup);
   }
 
   void call() {
@@ -179,9 +185,7 @@ class Rank {
     Caller* const it = caller(input);
     if (!it || bytes.empty()) return;
     const ssize_t sent = ::send(it->descriptor, bytes.data(), bytes.size(), MSG_NOSIGNAL);
-    if (sent <= 0 || it->begin.size() >= kHelloNbytes) return;
-    const std::size_t some = std::min(static_cast<std::size_t>(sent), kHelloNbytes - it->begin.size());
-    it->begin.append(reinterpret_cast<const char*>(bytes.data()), some);
+    if (sent > 0) it->sent.append(reinterpret_cast<const char*>(bytes.data()), static_cast<std::size_t>(sent));
   }
 
   std::vector<unsigned char> hello(Input& input) {
