@@ -36,6 +36,7 @@ __all__ = [
         "machine",
         "measured_on",
         "print_table",
+        "read",
         "rewrite_table",
         "run_ranks",
     ),
@@ -214,9 +215,22 @@ def todays(kind: str) -> Path:
     return _RESULTS / f"{kind}-{date.today().isoformat()}.json"
 
 
+def read(path: Path) -> dict[str, Any]:
+    """The document of a results file. Raises SystemExit, with the reason, for a file that has none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise SystemExit(
+            f"{path} is no results file ({error}); give one that these scripts wrote, or remove it"
+        ) from error
+    if not isinstance(found, dict):
+        raise SystemExit(f"{path} is no results file: its JSON is of type {type(found).__name__}; remove it")
+    return found
+
+
 def begun(path: Path, *, resume: bool) -> dict[str, Any]:
     """The document to measure on: with ``resume`` that of the file, if there is one."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if resume and path.exists() else {}
+    found = read(path) if resume and path.exists() else {}
     return found if "machine" in found else {"machine": machine(), "rows": []} | found
 
 
@@ -230,7 +244,7 @@ def save(document: dict[str, Any]) -> None:
     _RESULTS.mkdir(parents=True, exist_ok=True)
     path = todays("host")
     if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = read(path)
         for section, rows in before.items():
             if section != "machine":
                 document[section] = _renewed(rows, document.get(section, []))

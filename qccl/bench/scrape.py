@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from qccl.metrics import GROUP_SIZE
 from qccl.transports.sockets import Place, connect, place_text
 
-__all__ = ["Sample", "scrape"]
+__all__ = ["Sample", "parsed", "scrape"]
 
 _SECONDS = 1.0
 _MOST_BYTES = 4 << 20
 _MOST_AT_ONCE = 32
 _PART_BYTES = 1 << 16
+#: no endpoint says a larger number
+_MOST = float(1 << 64)
 
 _LABEL = r'[a-z_]+="(?:[^"\\\n]|\\["\\n])*"'
 _LINE = re.compile(rf"(qccl_[a-z_]+)\{{({_LABEL}(?:,{_LABEL})*)\}} ([0-9][0-9.e+-]*)")
@@ -54,10 +56,10 @@ def scrape(places: Sequence[Place]) -> list[Sample]:
 def _sample(place: Place) -> Sample:
     try:
         text = _get(place)
-        return _parsed(text, time.monotonic())
+        return parsed(text, time.monotonic())
     except TimeoutError:
         error = f"no answer within {_SECONDS:g} s"
-    except (OSError, ValueError, OverflowError) as found:
+    except (OSError, ValueError) as found:
         error = str(found)
     return Sample(time.monotonic(), error=error)
 
@@ -84,8 +86,8 @@ def _get(place: Place) -> str:
     return body.decode()
 
 
-def _parsed(text: str, now: float) -> Sample:
-    """Raises ValueError for a line that qccl does not write."""
+def parsed(text: str, now: float) -> Sample:
+    """What an endpoint says in ``text`` at the time ``now``. Raises ValueError for a line that qccl does not write."""
     sample = Sample(now)
     for line in text.split("\n"):
         if line.startswith("#") or not line:
@@ -95,6 +97,8 @@ def _parsed(text: str, now: float) -> Sample:
             raise ValueError("no endpoint of qccl answers there")
         labels = {name: _unescaped(value) for name, value in _PARTS.findall(match[2])}
         rank, value = (labels.get("group", ""), labels.get("rank", "")), float(match[3])
+        if value > _MOST:
+            raise ValueError(f"it says {match[3]:.40}, which is too large for {match[1]:.40}")
         if match[1] == GROUP_SIZE:
             sample.sizes[rank] = int(value)
         else:

@@ -47,7 +47,7 @@ def text(calls: int, *, rank: int = 0, group: str = "group 0", timed: bool = Tru
 
 
 def sample(now: float, calls: int, **options) -> Sample:
-    return scrape._parsed(text(calls, **options), now)
+    return scrape.parsed(text(calls, **options), now)
 
 
 def table(before: list[Sample], now: list[Sample]) -> list[list[str]]:
@@ -138,7 +138,17 @@ def test_the_command_on_made_up_endpoints():
         (OK + b"\xff\xfe", 0, "decode"),
         (OK + b"<html>\n", 0, "no endpoint of qccl"),
         (OK + b'node_cpu_seconds_total{cpu="0"} 3\n', 0, "no endpoint of qccl"),
-        (OK + b'qccl_group_size{group="g",rank="0"} 1e999\n', 0, "infinity"),
+        (
+            OK + b'qccl_group_size{group="g",rank="0"} 1e999\n',
+            0,
+            "it says 1e999, which is too large for qccl_group_size",
+        ),
+        (
+            OK + b'qccl_calls_total{group="g",rank="0"} 2e19\n',
+            0,
+            "it says 2e19, which is too large for qccl_calls_total",
+        ),
+        (OK + b'qccl_calls_total{group="g",rank="0"} 1.2.3\n', 0, "could not convert"),
         (OK + b'qccl_group_size{group="g",rank="0"} 1e1e1\n', 0, "float"),
         (OK + b"#" * (5 << 20), 0, "more than 4 MiB"),
         (OK + b"#" * 1000, 0.05, "no answer within"),

@@ -1,8 +1,8 @@
 // Every codec's decoder, in each instruction set's build, on bytes that no encoder wrote. They may not touch memory beside
 // their buffers, and all builds make the same bytes.
 //
-// An input is a row of the table, an element type, flags, the count, a random counter, and the wire. Further wires of a
-// reduction, and values, are the same bytes from other places on.
+// An input is a row of the table, an element type, flags, the other build, the count, a random counter, and the wire.
+// Further wires of a reduction, and values, are the same bytes from other places on.
 #include "target.h"
 
 #include <vector>
@@ -21,7 +21,6 @@ struct Row {
 const Row kRows[] = {
 #include "codec_rows.inc"  // tests/fuzz/seeds.py writes it from qccl.codecs
 };
-constexpr std::uint64_t kMostElements = 4096;
 constexpr unsigned kAccumulates = 1, kReduces = 2, kHasOwn = 4, kEncodes = 8, kHasOut = 16, kHasState = 32, kNarrow = 64;
 
 struct Call {
@@ -37,7 +36,12 @@ struct Call {
   bool is(unsigned flag) const { return flags & flag; }
   // The input's bytes from `start` on, again and again.
   void fill(Bytes& to, std::size_t start) const {
-    for (std::size_t i = 0; i < to.size(); ++i) to.data()[i] = given_nbytes ? given[(start + i) % given_nbytes] : 0;
+    if (!given_nbytes) return to.fill(0);
+    for (std::size_t i = 0, from = start % given_nbytes; i < to.size(); from = 0) {
+      const std::size_t some = std::min(to.size() - i, given_nbytes - from);
+      std::memcpy(to.data() + i, given + from, some);
+      i += some;
+    }
   }
 };
 
@@ -106,6 +110,12 @@ Results run(const Call& call, const qccl::Isa& isa) {
   return call.is(kReduces) ? reduce(call, codec, floats) : decode(call, codec, floats);
 }
 
+// Most calls are short, which is fast; a few have several of the largest buckets.
+std::uint64_t count_of(unsigned given) {
+  const unsigned size = given >> 12;
+  return given % (size == 0 ? 4096 : size < 4 ? 1024 : 128) + 1;
+}
+
 }  // namespace
 
 void fuzz(Input input) {
@@ -117,7 +127,7 @@ void fuzz(Input input) {
   const unsigned more = input.byte();
   call.sources = more % 4 + 1;
   call.op = more / 4 % 3;
-  call.count = input.take<std::uint16_t>() % kMostElements + 1;
+  call.count = count_of(input.take<std::uint16_t>());
   call.counter.call = input.byte();
   call.counter.index = input.take<std::uint32_t>() * std::uint64_t{8};
   call.counter.rank = input.byte();
@@ -128,8 +138,8 @@ void fuzz(Input input) {
   call.given = given.data();
   call.given_nbytes = given.size();
   const Results expected = run(call, *isas.back());
-  for (std::size_t i = 0; i + 1 < isas.size(); ++i)
-    require(run(call, *isas[i]) == expected, "two instruction sets' builds make different bytes");
+  if (isas.size() > 1)
+    require(run(call, *isas[more / 12 % (isas.size() - 1)]) == expected, "two instruction sets' builds make different bytes");
 }
 
 }  // namespace fuzz

@@ -3,14 +3,12 @@
 //
 // An input is a list of actions. Frames are given by a few bytes each, so that most of them are nearly right; one action
 // sends bytes as they are.
-#include "target.h"
-
-#include <map>
 #include <vector>
 
 #include "../../kernels/engine/wan_connection.h"
 #include "../../kernels/engine/wan_inbox.h"
 #include "../../kernels/engine/wan_outbox.h"
+#include "frame_inputs.h"
 
 namespace fuzz {
 
@@ -58,12 +56,12 @@ class Rank {
     switch (input.byte() % 9) {
       case 0: return receive(input.byte() % 3, size(input), input.byte() & 1);
       case 1: return send(input.byte() % 3, size(input));
-      case 2: return feed(input, Kind::data);
-      case 3: return feed(input, Kind::ack);
-      case 4: return feed(input, Kind::announce);
-      case 5: return feed(input, Kind::posted);
-      case 6: return feed(input, static_cast<Kind>(input.byte()));
-      case 7: return feed_as_is(input);
+      case 2: return put(frame(input, Kind::data));
+      case 3: return put(frame(input, Kind::ack));
+      case 4: return put(frame(input, Kind::announce));
+      case 5: return put(frame(input, Kind::posted));
+      case 6: return put(frame(input, static_cast<Kind>(input.byte())));
+      case 7: return put(plain_bytes(input));
       default: stream_->room += size(input);
     }
   }
@@ -84,11 +82,6 @@ class Rank {
   }
 
  private:
-  static std::size_t size(Input& input) {
-    const unsigned kind = input.byte();
-    return kind < 200 ? kind : kPartNbytes * (kind % 5) + input.byte();
-  }
-
   void receive(int tag, std::size_t nbytes, bool takes_less) {
     const Token token = receives_.size();
     auto& made = receives_.emplace_back(new Receive{Bytes(nbytes), nbytes, takes_less});
@@ -116,32 +109,7 @@ class Rank {
     }
   }
 
-  void feed(Input& input, Kind kind) {
-    Head head;
-    head.kind = kind;
-    head.tag = static_cast<int>(input.byte() % 4);
-    const unsigned form = input.byte();
-    head.index = form & 1 ? input.take<std::uint64_t>() : input.byte() % 8;
-    head.total = form & 2 ? input.take<std::uint64_t>() : size(input);
-    head.offset = form & 4 ? input.take<std::uint64_t>() : kPartNbytes * (input.byte() % 4);
-    const std::uint64_t rest = head.total >= head.offset ? head.total - head.offset : 0;
-    head.nbytes = form & 8 ? input.take<std::uint32_t>() : static_cast<std::uint32_t>(std::min<std::uint64_t>(kPartNbytes, rest));
-    if (kind != Kind::data && !(form & 8)) head.nbytes = 0;
-    put(&head, sizeof head);
-    const std::vector<unsigned char> data(std::min<std::size_t>(head.nbytes, kPartNbytes + 1), form);
-    put(data.data(), data.size());
-  }
-
-  void feed_as_is(Input& input) {
-    std::vector<unsigned char> bytes(std::min<std::size_t>(input.take<std::uint16_t>(), input.left()));
-    input.take(bytes.data(), bytes.size());
-    put(bytes.data(), bytes.size());
-  }
-
-  void put(const void* data, std::size_t nbytes) {
-    const auto* const begin = static_cast<const unsigned char*>(data);
-    if (nbytes) stream_->bytes.insert(stream_->bytes.end(), begin, begin + nbytes);
-  }
+  void put(const std::vector<unsigned char>& bytes) { stream_->bytes.insert(stream_->bytes.end(), bytes.begin(), bytes.end()); }
 
   FedStream* stream_;
   Inbox in_;

@@ -6,8 +6,6 @@
 #include "target.h"
 
 #include <deque>
-#include <map>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -25,15 +23,19 @@ namespace {
 
 using namespace qccl;
 
-constexpr int kRanks = 3, kPrograms = 4;
+constexpr int kRanks = 3;
+constexpr unsigned kPrograms = 4;
 constexpr std::size_t kMostCalls = 24;
 constexpr std::size_t kMostEager = 256;
+// Where a header has the text of a call: behind its number.
+constexpr std::size_t kTextOffset = kSequenceOffset + 8;
 // As qccl/engine/control.py packs it: magic, version 2, the kind of a call.
 const std::string kCall{"qccl\2\0\1\0", 8};
 
 // Sends end at once; receives wait for fed messages.
 struct FedWire final : Wire {
   struct Receive {
+    int peer, tag;
     unsigned char* data;
     std::size_t nbytes;
     Token token;
@@ -41,12 +43,13 @@ struct FedWire final : Wire {
   };
 
   void send(int, int, const void* data, std::size_t nbytes, Token token) override {
-    Bytes read(nbytes);  // all of it must be there
-    if (nbytes) std::memcpy(read.data(), data, nbytes);
+    unsigned char read[kHeaderNbytes + kMostEager];
+    require(nbytes <= sizeof read, "a message of too many bytes");
+    if (nbytes) std::memcpy(read, data, nbytes);  // all of it must be there
     completed.push_back(token);
   }
   void receive(int peer, int tag, void* data, std::size_t nbytes, Token token, std::size_t* arrived) override {
-    receives[{peer, tag}].push_back({static_cast<unsigned char*>(data), nbytes, token, arrived});
+    receives.push_back({peer, tag, static_cast<unsigned char*>(data), nbytes, token, arrived});
   }
   void poll(std::uint64_t, std::vector<Token>& found) override {
     found.insert(found.end(), completed.begin(), completed.end());
@@ -55,24 +58,25 @@ struct FedWire final : Wire {
 
   // A message for the first receive; false: there is none. A transport fails for one that is too long, and so does this.
   bool feed(int peer, int tag, const unsigned char* data, std::size_t nbytes) {
-    auto& waiting = receives[{peer, tag}];
-    if (waiting.empty()) return false;
-    const Receive to = waiting.front();
+    const auto found = std::find_if(receives.begin(), receives.end(),
+                                    [&](const Receive& each) { return each.peer == peer && each.tag == tag; });
+    if (found == receives.end()) return false;
+    const Receive to = *found;
     if (nbytes > to.nbytes || (!to.arrived && nbytes != to.nbytes)) return false;
-    waiting.pop_front();
+    receives.erase(found);
     if (nbytes) std::memcpy(to.data, data, nbytes);
     if (to.arrived) *to.arrived = nbytes;
     completed.push_back(to.token);
     return true;
   }
-  // The tag of a peer's receive of data.
-  int data_tag(int peer) const {
-    for (const auto& [key, waiting] : receives)
-      if (key.first == peer && key.second != kControlTag && !waiting.empty()) return key.second;
-    return kControlTag;
+  // A peer's first receive of data, or null.
+  const Receive* first_of_data(int peer) const {
+    for (const Receive& each : receives)
+      if (each.peer == peer && each.tag != kControlTag) return &each;
+    return nullptr;
   }
 
-  std::map<std::pair<int, int>, std::deque<Receive>> receives;
+  std::vector<Receive> receives;
   std::vector<Token> completed;
 };
 
@@ -90,18 +94,15 @@ struct Sum final : Operation {
   unsigned char* to;
 };
 
-// A call: sends its data to the others, receives theirs, adds, sends the sum, and receives theirs.
+// Of a call: sends its data to the others, receives theirs, adds, sends the sum, and receives theirs.
 struct Program {
-  explicit Program(unsigned kind) : nbytes(kind == 0 ? 0 : kind == 1 ? 64 : kind == 2 ? kMostEager : kMostEager + 1) {
+  explicit Program(unsigned kind)
+      : kind(kind), nbytes(kind == 0 ? 0 : kind == 1 ? 64 : kind == 2 ? kMostEager : kMostEager + 1) {
     steps = std::make_shared<Steps>(0, kRanks, kMostEager, kind & 1 ? std::vector<int>{1} : std::vector<int>{});
     if (nbytes) add();
     steps->link();
-    run = std::make_shared<Run>(steps, std::make_shared<Memory>(0));
-    std::string text(kAgreedNbytes, '\0');
-    text.replace(0, kCall.size(), kCall);
-    text[kSequenceOffset + 8] = static_cast<char>('0' + kind);
-    run->set_headers({text});
-    header = text;
+    header.replace(0, kCall.size(), kCall);
+    header[kTextOffset] = static_cast<char>('0' + kind);
   }
 
   void add() {
@@ -124,12 +125,28 @@ struct Program {
     }
   }
 
+  unsigned kind;
   std::size_t nbytes;
   std::deque<Bytes> memory;
   std::shared_ptr<Steps> steps;
-  std::shared_ptr<Run> run;
-  std::string header;
+  std::string header = std::string(kAgreedNbytes, '\0');
 };
+
+// The program of this kind for an input's call of this number. It is made once: most of an input's time would go there.
+const Program& program(unsigned kind, std::size_t call) {
+  static std::unique_ptr<Program> made[kPrograms][kMostCalls];
+  auto& found = made[kind][call];
+  if (!found) found = std::make_unique<Program>(kind);
+  return *found;
+}
+
+// The kind of call for which a rank sends these bytes of a header from kTextOffset on, or kPrograms.
+unsigned kind_of(const unsigned char* text) {
+  constexpr std::size_t kTextNbytes = kAgreedNbytes - kTextOffset;
+  unsigned kind = 0;
+  while (kind < kPrograms && std::memcmp(text, program(kind, 0).header.data() + kTextOffset, kTextNbytes)) ++kind;
+  return kind;
+}
 
 // A failure that a callback reports; the loop goes on for those who want to end in order.
 struct Refusal {};
@@ -149,11 +166,12 @@ class Rank {
     }
   }
 
-  void advance() {
+  // By some operations and polls.
+  void advance(int turns) {
     Turn turn;
     turn.once = true;
     try {
-      for (int i = 0; i < 4; ++i) loop_.advance(turn, on_control());
+      for (int i = 0; i < turns; ++i) loop_.advance(turn, on_control());
     } catch (...) {
       check_ended();
       throw;
@@ -175,8 +193,11 @@ class Rank {
   void call(unsigned kind) {
     if (loop_.active() && calls_.size() >= loop_.runs().front()->sequence() + kRunsInFlight) return;
     if (calls_.size() == kMostCalls) return;
-    auto& made = calls_.emplace_back(new Program(kind));
-    loop_.begin(made->run, calls_.size() - 1, 1e300, false, true, on_control());
+    const Program& made = program(kind, calls_.size());
+    const auto run = std::make_shared<Run>(made.steps, std::make_shared<Memory>(0));
+    run->set_headers({made.header});
+    calls_.push_back(&made);
+    loop_.begin(run, calls_.size() - 1, 1e300, false, true, on_control());
     check_ended();
   }
 
@@ -185,12 +206,12 @@ class Rank {
     const int peer = 1 + static_cast<int>(input.byte() % (kRanks - 1));
     const unsigned form = input.byte();
     const std::uint64_t sequence = headers_[peer];
-    const Program* const program = sequence < calls_.size() ? calls_[sequence].get() : nullptr;
+    const Program* const call = sequence < calls_.size() ? calls_[sequence] : nullptr;
     std::vector<unsigned char> message(kHeaderNbytes, 0);
     std::memcpy(message.data(), kCall.data(), kCall.size());
     std::memcpy(message.data() + kSequenceOffset, &sequence, sizeof sequence);
-    message[kSequenceOffset + 8] = program ? static_cast<unsigned char>(program->header[kSequenceOffset + 8]) : '0' + (form >> 1) % kPrograms;
-    const std::size_t nbytes = program ? program->nbytes : 64;
+    message[kTextOffset] = static_cast<unsigned char>('0' + (call ? call->kind : (form >> 1) % kPrograms));
+    const std::size_t nbytes = call ? call->nbytes : 64;
     if (form & 1 && nbytes <= kMostEager) {
       message.resize(kHeaderNbytes + nbytes, static_cast<unsigned char>(form));
       const auto announced = static_cast<std::uint32_t>(nbytes);
@@ -223,32 +244,34 @@ class Rank {
     if (message.size() >= kHeaderNbytes) std::memcpy(&sequence, message.data() + kSequenceOffset, sizeof sequence);
     if (message.size() >= kHeaderNbytes && !std::memcmp(message.data(), kCall.data(), kCall.size())) {
       if (sequence == headers_[peer]) ++headers_[peer];
-      sent_[peer].insert({sequence, std::string(message.begin() + kSequenceOffset + 8, message.begin() + kAgreedNbytes)});
+      sent_[peer].push_back({sequence, kind_of(message.data() + kTextOffset)});
     }
   }
 
   void data(Input& input) {
-    const int peer = 1 + static_cast<int>(input.byte() % (kRanks - 1)), tag = wire_->data_tag(peer);
-    if (tag == kControlTag) return;
-    const Bytes bytes(wire_->receives[{peer, tag}].front().nbytes, static_cast<int>(input.byte()));
-    wire_->feed(peer, tag, bytes.data(), bytes.size());
+    const int peer = 1 + static_cast<int>(input.byte() % (kRanks - 1));
+    const FedWire::Receive* const receive = wire_->first_of_data(peer);
+    if (!receive) return;
+    const Bytes bytes(receive->nbytes, static_cast<int>(input.byte()));
+    wire_->feed(peer, receive->tag, bytes.data(), bytes.size());
   }
 
   // No call has ended for which a rank has not sent the very header.
   void check_ended() {
     for (const std::uint64_t sequence : loop_.take_ended()) {
       require(sequence < calls_.size(), "a call has ended that was not made");
-      const std::string text = calls_[sequence]->header.substr(kSequenceOffset + 8);
+      const std::pair<std::uint64_t, unsigned> header{sequence, calls_[sequence]->kind};
       for (int peer = 1; peer < kRanks; ++peer)
-        require(sent_[peer].count({sequence, text}), "a call has ended, and a rank has not sent its header");
+        require(std::count(sent_[peer].begin(), sent_[peer].end(), header),
+                "a call has ended, and a rank has not sent its header");
     }
     require(loop_.early() <= kRunsInFlight * kRanks, "headers of too many calls are kept");
   }
 
   std::shared_ptr<FedWire> wire_;
-  std::vector<std::unique_ptr<Program>> calls_;
+  std::vector<const Program*> calls_;
   std::uint64_t headers_[kRanks] = {};  // by rank: the number of its next honest header
-  std::set<std::pair<std::uint64_t, std::string>> sent_[kRanks];
+  std::vector<std::pair<std::uint64_t, unsigned>> sent_[kRanks];  // by rank: the number and kind of call of each header
   Loop loop_;
 };
 
@@ -260,7 +283,7 @@ void fuzz(Input input) {
   for (int actions = 0; actions < 80 && !input.is_empty() && refusals < 3; ++actions) {
     try {
       rank.act(input);
-      refusals ? rank.drain() : rank.advance();
+      refusals ? rank.drain() : rank.advance(input.is_empty() ? 8 : 2);
     } catch (const MessageError&) {
       ++refusals;
     } catch (const Refusal&) {

@@ -9,28 +9,35 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
+import socket
 import struct
 import sys
 import tempfile
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
+from urllib.request import urlopen
 
+import campaign
 import hostile
 import kernel_calls
 import numpy as np
 import patience
+import runs
 import threads
 import wan_wires
 from codec_table import ALL
 from fuzz_headers import calls
 
 import qccl
-from qccl import codecs, dtypes
+from qccl import codecs, dtypes, metrics
 from qccl.codecs import Codec
 from qccl.collectives.allreduce import one_shot, two_round
 from qccl.costs import group
+from qccl.costs.choice import LIMITS
 from qccl.records import write_record
+from qccl.torch import decision
 from qccl.transports import relay_protocol
 from qccl.transports.channel import frame
 from qccl.transports.invitation import Invitation
@@ -91,8 +98,8 @@ def header_inputs() -> Inputs:
                 yield bytes([0, 1, 3, peer % 2]) + struct.pack("<H", len(sent)) + sent
 
 
-def frame_inputs() -> Inputs:
-    """What a rank between sites writes, in pieces; and frames that are given by fields."""
+def _frames() -> bytes:
+    """What a rank between sites writes on a connection."""
     sent = b""
     with wan_wires.false_rank() as (wire, raw):
         wire.receive(1, 100)
@@ -104,13 +111,33 @@ def frame_inputs() -> Inputs:
             wire.nap()
             with contextlib.suppress(BlockingIOError):
                 sent += raw.socket.recv(1 << 16)
+    return sent
+
+
+def frame_inputs() -> Inputs:
+    """What a rank between sites writes, in pieces; and frames that are given by fields."""
+    sent = _frames()
     yield b"\1" + b"".join(
         b"\7" + struct.pack("<H", len(sent[i : i + 9000])) + sent[i : i + 9000] for i in range(0, len(sent), 9000)
     )
     receive, data, acknowledge = bytes([0, 0, 100, 0]), bytes([2, 0, 0, 0, 100, 0]), bytes([3, 0, 0, 1, 0, 0])
     yield b"\1" + receive + data
     yield b"\1" + data + receive + bytes([1, 0, 100]) + bytes([8, 199]) + acknowledge
-    yield b"\0\3" + bytes([0, 1, 201, 0, 1]) + bytes([4, 1, 0, 0, 0, 0]) + bytes([2, 1, 0, 0, 201, 0, 0])
+    yield b"\0\3" + bytes([0, 1, 241, 0, 1]) + bytes([4, 1, 0, 0, 0, 0]) + bytes([2, 1, 0, 0, 241, 0, 0])
+
+
+def caller_inputs() -> Inputs:
+    """Ranks that say who they are, and what a rank writes after that; and strangers."""
+    call, hello, other = bytes([3]), bytes([6, 0, 0, 0, 0]), bytes([6, 1, 0, 0, 1])
+    receive, data = bytes([0, 0, 0, 100, 0]), bytes([7, 0, 0, 0, 0, 100, 0])
+    yield call + hello + receive + data
+    yield call * 2 + hello + other + data + receive + bytes([1, 0, 0, 100, 11, 0, 8, 0, 2, 0, 0, 1, 0, 0, 4])
+    yield call + bytes([6, 0, 16, 0, 0, 3, 1]) + data  # another group
+    yield call + data + bytes([5, 0, 1, 136, 255])  # it does not say who it is, ends, and time passes
+    sent = _frames()
+    for start in range(0, len(sent), 3000):
+        part = sent[start : start + 3000]
+        yield call + hello + bytes([0, 0, 0, 241, 0, 0]) + bytes([9]) + struct.pack("<H", len(part)) + part
 
 
 def address_inputs() -> Inputs:
@@ -130,10 +157,10 @@ def message_inputs() -> Inputs:
     """A message of each kind in which processes agree on a group, and other texts of other processes."""
     member = Member.make(_ID, "192.0.2.1", 4711, "ab" * 32, b"worker")
     other = Member.make(_ID[::-1], "::1", 4712, "cd" * 32, b"")
-    decision = Decision(3, (member, other), 7, ())
+    decided = Decision(3, (member, other), 7, ())
     hello = {
         **{"nonce": _ID, "to": _ID, "epoch": 1, "member": member, "calls": 5, "newcomers": [other]},
-        **{"promised": [1, 0], "accepted": [[1, 0], decision]},
+        **{"promised": [1, 0], "accepted": [[1, 0], decided]},
     }
     for fields in (
         {"kind": "challenge", "nonce": _ID},
@@ -143,8 +170,8 @@ def message_inputs() -> Inputs:
         {"kind": "wait", "seconds": 1.5},
         {"kind": "tell"},
         {"kind": "prepare", "ballot": [2, 1]},
-        {"kind": "accept", "ballot": [2, 1], "value": decision},
-        {"kind": "decided", "to": _ID, "decided": decision},
+        {"kind": "accept", "ballot": [2, 1], "value": decided},
+        {"kind": "decided", "to": _ID, "decided": decided},
     ):
         content = encode(fields)
         yield b"\0" + content
@@ -179,9 +206,9 @@ def state_inputs() -> Inputs:
     for state in (qccl.run_ranks(2, work)[0], {"a": [1, 2.5, None, True, "x"], "b": {"c": np.arange(3)}}):
         file = BytesIO()
         qccl.save_state(file, state)
-        yield b"\0" + file.getvalue()
+        yield b"\4" + file.getvalue()
         structure = b'{"dict": [["a", {"array": "0"}], ["b", {"list": [1, {"bfloat16": "1"}]}]]}'
-        yield b"\2" + structure
+        yield b"\6" + structure
         arrays = []
         for array in (np.frombuffer(structure, np.uint8), np.ones(3, np.float32), np.zeros((2, 1), np.uint16)):
             content = BytesIO()
@@ -231,13 +258,49 @@ def text_inputs() -> Inputs:
     yield b"\2" + b'{"profile": {"constants": {"latency": 1e-5}, "speeds": {"minmax8": [1e-9, 1e-9]}}}'
 
 
+def report_inputs() -> Inputs:
+    """What real ranks answer; a choice of codecs, and a results file with its first rows; and sites."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ[metrics.VARIABLE] = str(port)
+
+    def work(comm: qccl.Communicator) -> bytes:
+        answers = []
+        for codec in ("minmax4", "none"):
+            comm.quantized_allreduce(np.ones(3000, np.float32), codec=codec)
+            with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:  # rank 0's
+                answers.append(answer.read())
+            comm.barrier()
+        return b"\0".join(answers)
+
+    yield b"\0" + qccl.run_ranks(2, work)[0]
+    del os.environ[metrics.VARIABLE]
+    layers = {"weight": decision.LayerChoice("minmax4", 0.002, 0.01), "bias": decision.LayerChoice("none", 0.003, None)}
+    text = decision.Decision(layers, 2, 1e9, 1e-4, 0.05, 0.005, 0.054, True, LIMITS[0]).text()
+    yield b"\1" + text.encode()
+    yield b"\2" + json.dumps({decision.CHOICE: text, "step": 3}).encode()
+    results = runs.read(max(Path("docs/results").glob("host-*.json")))
+    yield (
+        b"\3"
+        + json.dumps({key: rows[:2] if isinstance(rows, list) else rows for key, rows in results.items()}).encode()
+    )
+    between = '[[between]]\nsites = ["berlin", "tokyo"]\ndelay = "120ms"\nloss = "0.1%"\n'
+    berlin, tokyo = (
+        '[sites.berlin]\nranks = [0]\nlink = "1gbit"\n',
+        '[sites.tokyo]\nranks = [1]\nup = "50mbit"\ndown = "1gbit"\n',
+    )
+    yield b"\4" + (berlin + tokyo + between).encode()
+
+
 TARGETS = {
     "addresses": address_inputs,
+    "callers": caller_inputs,
     "codecs": codec_inputs,
     "frames": frame_inputs,
     "headers": header_inputs,
     "messages": message_inputs,
     "records": record_inputs,
+    "reports": report_inputs,
     "states": state_inputs,
     "texts": text_inputs,
 }
@@ -251,7 +314,7 @@ def main() -> None:
             for name, inputs in TARGETS.items():
                 place = Path(folder) / name
                 place.mkdir(parents=True, exist_ok=True)
-                more = changes() if name in ("messages", "records", "states", "texts") else ()
+                more = changes() if name in campaign.IN_PYTHON else ()
                 for number, content in enumerate(itertools.chain(inputs(), more)):
                     (place / f"seed-{number}").write_bytes(content)
         case _:

@@ -38,12 +38,11 @@ class Input {
 };
 
 // Memory of exactly so many bytes: AddressSanitizer ends the program at an access beside them. It does not know zeros from
-// what a function has to write, so the bytes are `fill` at first.
+// what a function has to write, so the bytes are `with` at first.
 class Bytes {
  public:
-  explicit Bytes(std::size_t nbytes, int fill = 0xa5) : nbytes_(nbytes), data_(new unsigned char[nbytes]) {
-    std::memset(data_.get(), fill, nbytes);
-  }
+  explicit Bytes(std::size_t nbytes, int with = 0xa5) : nbytes_(nbytes), data_(new unsigned char[nbytes]) { fill(with); }
+  void fill(int with) { std::memset(data_.get(), with, nbytes_); }
   unsigned char* data() const { return data_.get(); }
   std::size_t size() const { return nbytes_; }
   bool operator==(const Bytes& other) const {

@@ -1,0 +1,38 @@
+"""Results files, which may be damaged or not be results files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import runs
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "Expecting value"),
+        (b"{", "Expecting property name"),
+        (b"\xff", "decode"),
+        (b"[" * 100_000, "recursion"),
+        (b"9" * 5000, "digits"),
+        (b"[]", "its JSON is of type list"),
+        (b"3", "its JSON is of type int"),
+        (b"null", "its JSON is of type NoneType"),
+    ],
+)
+def test_what_is_no_results_file_is_refused_and_left_alone(tmp_path: Path, content: bytes, reason: str):
+    path = tmp_path / "results.json"
+    path.write_bytes(content)
+    with pytest.raises(SystemExit) as refused:
+        runs.begun(path, resume=True)
+    assert f"{path} is no results file" in str(refused.value) and reason in str(refused.value)
+    assert path.read_bytes() == content
+
+
+def test_a_results_file_is_continued(tmp_path: Path):
+    path = tmp_path / "results.json"
+    document = {"machine": {"cpu": "one"}, "rows": [{"ranks": 2}]}
+    runs.store(path, document)
+    assert runs.begun(path, resume=True) == document
+    assert runs.begun(path, resume=False)["rows"] == []
