@@ -107,3 +107,17 @@ def test_an_interrupted_run_writes_what_it_has_found(campaign, tmp_path):
     codecs, frames = document["targets"]
     assert not document["complete"]
     assert (codecs["inputs"], codecs["covered"], codecs["stopped"]) == (7, 6, None) and frames["inputs"] == 0
+
+
+def test_a_run_adds_to_the_results_of_another(campaign, tmp_path):
+    path = tmp_path / "results.json"
+    target(tmp_path, "codecs", BEGIN + END + FINDING)
+    target(tmp_path, "frames", BEGIN + END)
+    campaign.Campaign(["codecs", "frames"], 10_000, 2, path).run()
+    first = json.loads(path.read_text())
+    target(tmp_path, "codecs", BEGIN + "sleep 1\n" + END)
+    campaign.Campaign(["codecs"], 1, 1, path, first).run()
+    both = json.loads(path.read_text())
+    (codecs, frames), (codecs_before, frames_before) = both["targets"], first["targets"]
+    assert (both["runs"], both["inputs"]) == (2, first["inputs"] + 10) and frames == frames_before
+    assert codecs["inputs"] == codecs_before["inputs"] + 10 and codecs["findings"] == codecs_before["findings"]

@@ -1,7 +1,8 @@
 """Runs the fuzz targets that ``scripts/fuzz`` has built, in turns, and says what they have found.
 
-``scripts/fuzz [--seconds N] [--jobs N] [--target NAME ...] [--write FILE]``. Each target has the same part of the time.
-A finding ends a turn, and the target goes on in its next one. After SIGINT or SIGTERM the results so far are written.
+``scripts/fuzz [--seconds N] [--jobs N] [--target NAME ...] [--write FILE] [--add]``. Each target has the same part of
+the time. A finding ends a turn, and the target goes on in its next one. After SIGINT or SIGTERM the results so far are
+written; ``--add`` adds a run's to those that FILE has.
 
 What a target has learned stays in ``build/fuzz/corpus``, and the next run goes on from there. Inputs that are findings
 are in ``build/fuzz/findings``; give one to ``build/fuzz/TARGET FILE``, or to ``tests/fuzz/python_targets.py TARGET
@@ -21,6 +22,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 import runs
 
@@ -166,8 +168,11 @@ def _last(pattern: str, text: str) -> int:
 class Campaign:
     """All targets, in turns."""
 
-    def __init__(self, targets: list[str], seconds: int, jobs: int, file: Path | None):
+    def __init__(
+        self, targets: list[str], seconds: int, jobs: int, file: Path | None, before: dict[str, Any] | None = None
+    ):
         self.results = [Result(target) for target in targets]
+        self._earlier = before or {}
         self.is_complete = self._is_interrupted = False
         self._seconds, self._jobs, self._file = seconds, jobs, file
         self._running: list[Turn] = []
@@ -207,12 +212,15 @@ class Campaign:
     def _write(self) -> None:
         if self._file is None:
             return
+        targets = {each["target"]: each for each in self._earlier.get("targets", ())}
+        for result in self.results:
+            targets[result.target] = _sum(targets.get(result.target), asdict(result))
         document = {
             "machine": self._machine,
             "complete": self.is_complete,  # False: it was interrupted, or a target was stopped
-            **{"seconds": self._seconds, "jobs": self._jobs},
-            "inputs": sum(each.inputs for each in self.results),
-            "targets": [asdict(each) for each in self.results],
+            "runs": self._earlier.get("runs", 0) + 1,
+            "inputs": sum(each["inputs"] for each in targets.values()),
+            "targets": list(targets.values()),
         }
         self._file.write_text(json.dumps(document, indent=1) + "\n")
 
@@ -220,6 +228,15 @@ class Campaign:
         head = f"{'target':10} {'inputs':>12} {'seconds':>9} {'per s':>9} {'edges reached':>16} {'corpus':>7}  findings"
         together = f"{'together':10} {sum(each.inputs for each in self.results):12,}"
         return "\n".join((head, *(each.line() for each in self.results), together))
+
+
+def _sum(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
+    """What a target has done in runs before and in this one."""
+    if before is None:
+        return now
+    sums = {name: round(before[name] + now[name], 1) for name in ("inputs", "seconds")}
+    findings = before["findings"] + now["findings"]
+    return now | sums | {"covered": max(before["covered"], now["covered"]), "findings": findings}
 
 
 def _versions() -> dict[str, str]:
@@ -235,13 +252,17 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="targets that run at once (1)")
     parser.add_argument("--target", action="append", choices=[*COMPILED, *IN_PYTHON], help="this one; repeatable (all)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="results as JSON, after each turn")
+    parser.add_argument("--add", action="store_true", help="to what FILE has, if it is there")
     given = parser.parse_args()
+    if given.add and not given.write:
+        parser.error("--add adds to the results in a file: give it with --write FILE")
     targets = list(dict.fromkeys(given.target or [*COMPILED, *IN_PYTHON]))
     if given.jobs < 1:
         parser.error(f"--jobs {given.jobs} is less than 1")
     if given.seconds * given.jobs < len(targets):
         parser.error(f"--seconds {given.seconds} is less than a second for each of {len(targets)} targets")
-    campaign = Campaign(targets, given.seconds, given.jobs, given.write)
+    before = runs.read(given.write) if given.add and given.write.exists() else {}
+    campaign = Campaign(targets, given.seconds, given.jobs, given.write, before)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, campaign.interrupt)
     campaign.run()
