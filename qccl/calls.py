@@ -352,7 +352,7 @@ class Collectives:
             specs.append(spec)
         request = _request(how)
         self._memory.streams(how["stream"], ())
-        spec = self._chooser.choose(specs, self.nodes).spec
+        spec = self._chooser.choose(specs, self.nodes, how["stream"]).spec
         spec, compiled, bound = session.bind(spec, by_name, how["key"], self._programs.get)
         values = list(dict.fromkeys(by_name.values()))
         bare = {each: replace(each, array=None, view=None, owner=None) for each in values}
