@@ -8,12 +8,13 @@ import time
 
 import numpy as np
 import pytest
+from profiles import profile
 
 import qccl
 from qccl import measuring
 from qccl.bench.verdict import findings
 from qccl.collectives import spec_of_plan
-from qccl.costs.group import Curve, GroupProfile, Kind
+from qccl.costs.group import GroupProfile, Kind
 from qccl.errors import ArgumentError, CodecError, CollectiveTimeout, MismatchError, PeerLost
 from qccl.host.rig import HostRig
 from qccl.measuring import _rising
@@ -27,16 +28,6 @@ def short_measurements(monkeypatch):
     """Enough for a choice; a good one is not needed here."""
     monkeypatch.setattr(measuring, "_LIMIT", 0.05)
     monkeypatch.setattr(measuring, "_SLICE", 0.005)
-
-
-def profile(comm, fast, dtype="float32", collective="allreduce", ways=("one_shot", "two_round"), codec="minmax8"):
-    """A profile with which the codec and way ``fast`` are the fastest for any count."""
-    curves = {}
-    for each in ("none", codec):
-        for way in ways:
-            seconds = 1e-3 if (each, way) == fast else 2e-3
-            curves[each, way] = Curve(((256, seconds), (1 << 20, seconds)), 1.0)
-    return GroupProfile(comm.nodes, comm.transport.name).with_times(Kind(collective, dtype, codec), curves)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -122,7 +113,8 @@ def test_a_codec_behind_the_colon_is_the_most_that_is_lost():
         comm.plan("allreduce", 5000, codec="auto")
         assert Kind("allreduce", "float32", "minmax8") in comm.profile().times, "measured beside what was loaded"
         for wrong in ("auto:minmax99", "auto:nothing", "auto+ef", "automatic"):
-            with pytest.raises(CodecError):
+            hint = "only 'auto' and 'auto:CODEC', in small letters" if wrong == "auto+ef" else "there is no codec"
+            with pytest.raises(CodecError, match=hint):
                 comm.plan("allreduce", 5000, codec=wrong)
         comm.barrier()
 
