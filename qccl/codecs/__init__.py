@@ -68,9 +68,9 @@ def get(spec: str | Mapping[str, Any] | Codec, kinds: Mapping[str, type[Codec]] 
     if isinstance(spec, str):
         if _AUTO.match(spec) and "auto" not in kinds:
             raise CodecError(
-                f"codec {spec!r}: only 'auto' and 'auto:CODEC', in small letters, choose a codec, and only in calls and "
-                f"plans of a communicator, compress(codec=), qccl.torch's classes and QCCL_CODEC; name a codec here, "
-                f"such as 'minmax8'"
+                f"codec {spec!r}: only 'auto' and 'auto:CODEC', in small letters, choose a codec, in calls and plans of "
+                f"a communicator, and where the documentation of qccl.torch says so; name a codec here, such as "
+                f"'minmax8'"
             )
         codecs, *parts = _PLUS.split(spec)
         codec = _parse_rounds(codecs, spec, kinds)

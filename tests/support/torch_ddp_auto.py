@@ -336,4 +336,4 @@ def auto_by_measured_calls() -> None:
     model = wrapped()
     assert "codec=auto and +nesterov exclude" in refused(lambda: qccl.torch.compress(model, "auto:minmax8+nesterov"))
     text = error_of(lambda: qccl.torch.compress(model, codecs={"inner.*": "auto:minmax8"}), qccl.CodecError)
-    assert "only in calls and plans of a communicator, compress(codec=)" in text
+    assert "choose a codec, in calls and plans of a communicator" in text
