@@ -68,8 +68,8 @@ def get(spec: str | Mapping[str, Any] | Codec, kinds: Mapping[str, type[Codec]] 
     if isinstance(spec, str):
         if _AUTO.match(spec) and "auto" not in kinds:
             raise CodecError(
-                f"codec {spec!r}: only 'auto' and 'auto:CODEC', in small letters, choose a codec, in calls and plans of "
-                f"a communicator, and where the documentation of qccl.torch says so; name a codec here, such as "
+                f"codec {spec!r}: only 'auto' and 'auto:CODEC', in small letters, choose a codec, in calls and plans "
+                f"of a communicator, and where the documentation of qccl.torch says so; name a codec here, such as "
                 f"'minmax8'"
             )
         codecs, *parts = _PLUS.split(spec)
