@@ -24,8 +24,9 @@ COUNT = 996
 
 
 @pytest.fixture(autouse=True)
-def short_measurements(monkeypatch, cupy):
+def short_measurements(monkeypatch, world, cupy):
     """Enough for a choice, in little memory; a good one is not needed here."""
+    world.elapses = None
     monkeypatch.setattr(measuring, "_LIMIT", 0.05)
     monkeypatch.setattr(measuring, "_SLICE", 0.005)
     monkeypatch.setattr(measuring, "_OF_TIMEOUT", 1e6)  # fake GPUs on a busy machine are slow
