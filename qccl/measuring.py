@@ -64,8 +64,9 @@ _LOW = 4
 _WARM = 2
 #: a way that takes so many times as long as the fastest may become the fastest at a near size
 _RIVAL = 1.3
-#: a way that takes so many times as long as the fastest may in fact be the fastest: it is timed again, so often at most
-_EQUAL, _AGAIN = 1.15, 6
+#: a way that takes so many times as long as the fastest may in fact be the fastest: it is timed again, so often at most,
+#: and other sizes get only this part of the time. The first times of short calls are too long: nothing is in caches
+_EQUAL, _AGAIN, _OTHERS = 1.15, 6, 0.7
 #: a way that takes so many times as long, and loses more with each element by this factor, is not timed any further
 _HOPELESS, _STEEPER = 2.0, 1.3
 #: begins the keys of the state that codecs keep meanwhile
@@ -188,7 +189,7 @@ class _Measurement:
         count, seconds = self._whole(count), self._rig.seconds
         is_first = not self._samples[labels[0]]
         calls = calls or self._prepared(count, labels)
-        if not is_first and self._has_time(count, labels, times=2):
+        if not is_first and self._has_time(count, labels, 2):
             for call in calls:  # the timed one meets no fresh memory
                 call()
         found = [[each] for each in self._agree([seconds(call, 1) for call in calls])]
@@ -321,14 +322,14 @@ class _Measurement:
         sizes = sorted({count for samples in self._samples.values() for count in samples})
         larger = min(sizes[-1] * _STEP, self._most)
         while larger >= 2 * sizes[-1]:
-            if self._has_time(larger, self._going, times=2):
+            if self._has_time(larger, self._going, 2, _OTHERS):
                 return larger, self._going
             larger //= 4
         gaps = sorted(pairwise(sizes), key=lambda gap: gap[0] / gap[1])
         for low, high in gaps:
             middle = round(math.sqrt(low * high))
             rivals = self._rivals(_RIVAL, low, middle, high)
-            if high > _NEAR**2 * low and len(rivals) > 1 and self._has_time(middle, rivals):
+            if high > _NEAR**2 * low and len(rivals) > 1 and self._has_time(middle, rivals, 2, _OTHERS):
                 return middle, rivals
         for count in sorted(sizes, key=lambda size: self._visits.get(size, 0)):
             rivals = self._rivals(_EQUAL, count)
@@ -337,10 +338,10 @@ class _Measurement:
                 return count, rivals
         return None
 
-    def _has_time(self, count: int, labels: Sequence[Label], times: int = 1) -> bool:
-        """Whether the calls can be made so many times."""
-        prediction = self._prediction()
-        return bool(labels) and self._elapsed + times * sum(prediction.seconds(e, count) for e in labels) < self._limit
+    def _has_time(self, count: int, labels: Sequence[Label], times: int = 1, part: float = 1.0) -> bool:
+        """Whether the calls can be made so many times within a part of the time."""
+        needed = sum(self._prediction().seconds(label, count) for label in labels)
+        return bool(labels) and self._elapsed + times * needed < part * self._limit
 
     def _rivals(self, factor: float, *counts: int) -> list[Label]:
         """The ways that are nearly the fastest at one of these numbers of elements."""
