@@ -64,8 +64,8 @@ _LOW = 4
 _WARM = 2
 #: a way that takes so many times as long as the fastest may become the fastest at a near size
 _RIVAL = 1.3
-#: a way that takes so many times as long as the fastest may in fact be the fastest: it is timed again, so often at most,
-#: and other sizes get only this part of the time. The first times of short calls are too long: nothing is in caches
+#: a way that takes so many times as long as the fastest may in fact be the fastest: it is timed again, so often at
+#: most, and sizes get only this part of the time before. The first times of short calls are too long, with cold caches
 _EQUAL, _AGAIN, _OTHERS = 1.15, 6, 0.7
 #: a way that takes so many times as long, and loses more with each element by this factor, is not timed any further
 _HOPELESS, _STEEPER = 2.0, 1.3
