@@ -7,14 +7,16 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from qccl import codecs
 from qccl.codecs.base import Codec
 from qccl.errors import ArgumentError
 from qccl.scalars import as_integer, as_real
 
-__all__ = ["OPS", "CodecLike", "OpLike", "check_group", "check_trace", "chunk_of", "codecs_of", "count_of"]
-__all__ += ["integer", "integers", "one_of", "op_of", "setup_timeout", "timeout_of"]
+__all__ = ["OPS", "CodecLike", "OpLike", "check_group", "check_trace", "checked_codec", "chunk_of", "codec_text"]
+__all__ += ["codecs_of", "count_of", "integer", "integers", "is_auto", "lossiest", "one_of", "op_of", "setup_timeout"]
+__all__ += ["timeout_of"]
 
-#: the arguments that qccl.codecs.get accepts
+#: the arguments that qccl.codecs.get accepts, and "auto" and "auto:CODEC" as text where a call may choose
 CodecLike = str | Mapping[str, Any] | Codec
 
 #: reduction -> value of ncclRedOp_t
@@ -46,6 +48,27 @@ def codecs_of(codec: CodecLike) -> tuple[CodecLike, ...]:
         return (codec,)
     name, _, most = codec.partition(":")
     return ("none", most or "minmax8") if name.strip() == "auto" else (codec,)
+
+
+def is_auto(codec: CodecLike) -> bool:
+    """Whether a call chooses between no codec and another one."""
+    return len(codecs_of(codec)) > 1
+
+
+def lossiest(codec: CodecLike) -> Codec:
+    """The codec of codecs_of() that gives up most. Raises CodecError."""
+    return codecs.get(codecs_of(codec)[-1])
+
+
+def checked_codec(codec: CodecLike) -> CodecLike:
+    """A Codec, or "auto:CODEC" as text, so that calls find it fast. Raises CodecError."""
+    return f"auto:{lossiest(codec).spec()}" if is_auto(codec) else lossiest(codec)
+
+
+def codec_text(codec: CodecLike) -> str:
+    """A text that is equal for equal codecs, also with "auto". Raises CodecError."""
+    found = checked_codec(codec)
+    return found.spec() if isinstance(found, Codec) else str(found)
 
 
 def count_of(count: int, what: str = "count") -> int:

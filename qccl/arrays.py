@@ -120,6 +120,9 @@ class Memory(Protocol):
         ``stream`` is the caller's argument, or None. Raises ArgumentError for anything but a stream.
         """
 
+    def is_capturing(self, stream: Any) -> bool:
+        """Whether a call would become part of a CUDA graph: on ``stream``, or on a library's current one if None."""
+
     def first_nonfinite(self, values: Values) -> int | None:
         """Index of the first element that is NaN or infinite, or None. Waits for the values."""
 

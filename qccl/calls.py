@@ -80,7 +80,7 @@ class Collectives:
                 ReduceOp of torch.distributed, or an Op of mpi4py.
             algorithm: "two_round", "one_shot", or "auto": by size; and in two levels, as hierarchical_allreduce(), if
                 ranks share nodes and that sends less between nodes. With codec="auto" or a loaded profile: the fastest.
-            codec: e.g. ``"minmax8"``, ``"minmax4:bucket=256"``, a dict of the same, or a Codec. On the host "auto" is
+            codec: e.g. ``"minmax8"``, ``"minmax4:bucket=256"``, a dict of the same, or a Codec. "auto" is
                 the faster one of none and minmax8, and "auto:CODEC" of none and CODEC, by the group's profile(). The
                 first such call of a kind measures it.
             async_op: return a Work at once instead of the result. Do not write the array, or read the output, before
@@ -352,7 +352,7 @@ class Collectives:
             specs.append(spec)
         request = _request(how)
         self._memory.streams(how["stream"], ())
-        spec = self._chooser.choose(specs, self.nodes).spec
+        spec = self._chooser.choose(specs, self.nodes, how["stream"]).spec
         spec, compiled, bound = session.bind(spec, by_name, how["key"], self._programs.get)
         values = list(dict.fromkeys(by_name.values()))
         bare = {each: replace(each, array=None, view=None, owner=None) for each in values}

@@ -102,7 +102,7 @@ class Communicator(Collectives):
         )
         self._session.serve_metrics(self.local_rank, is_thread=transport.name == "loopback")
         self._memory = made.memory
-        self._chooser = Chooser(self._session, self.nodes, made.name, transport.name)
+        self._chooser = Chooser(self._session, GroupProfile(self.nodes, transport.name, hardware=transport.hardware))
         self._programs = ProgramCache(made.engine, (self.rank, self.size), made.memory.calls)
 
     @classmethod
@@ -257,13 +257,16 @@ class Communicator(Collectives):
 
         It has what was loaded by qccl.init(), and the kinds of calls that were made with ``codec="auto"`` so far. If it
         has no all-reduces of float32 with minmax8 yet, they are measured, in less than a second where the network has
-        no long delay. Raises ArgumentError on CUDA and for a single rank, and the errors of calls.
+        no long delay. Raises ArgumentError for a single rank, in the capture of a CUDA graph, and where calls cannot be
+        measured, because the timeout is too short or a GPU has no memory for them; and the errors of calls.
         """
         self._session.check_usable()
         if self.size == 1:
             raise ArgumentError("a group of one rank has no profile, because it sends nothing")
         specs = [spec_of_plan("allreduce", 1, "float32", codec, None, {}) for codec in codecs_of("auto")]
-        self._chooser.choose(specs, self.nodes)
+        choice = self._chooser.choose(specs, self.nodes)
+        if choice.refusal:
+            raise ArgumentError(f"there is no profile, because calls were not measured: {choice.refusal}")
         return self._chooser.profile
 
     @guarded

@@ -1,40 +1,53 @@
 """Measures how long the calls of a group take, in less than a second, for the group's profile.
 
-All ranks make the same calls, on arrays of their own. What is called next depends only on times on which the ranks have
-agreed: the mean of all ranks, by an exact all-reduce. So each rank measures the same, and gets the same profile. It is
-the mean because ranks begin a call at different times: with two ranks, one waits longer by what the other waits less.
+All ranks make the same calls, on memory of their own. What is called next depends only on times on which the ranks have
+agreed: each rank gets those of all ranks, exactly, and takes their mean. So each rank measures the same, and gets the
+same profile. It is the mean because ranks begin a call at different times: with two ranks, one waits longer by what the
+other waits less.
 
 The sizes are chosen by what is unknown. At first a small call and larger ones are timed, as large as time permits. Then
 sizes between two others follow, where two ways to make the call may be equally fast: only there an exact time matters.
-A way that falls behind more and more is not timed with larger calls.
+Last, the ways that are nearly equally fast at a size are timed again, until the time is over. A way that falls behind
+more and more is not timed with larger calls.
+
+A measurement also ends within half of the group's timeout. If that is too short for calls of two sizes, or if a rank
+has no memory for them, there are no times, on all ranks alike.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from qccl.codecs import Codec, NoCodec
-from qccl.collectives import COLLECTIVES, AllReduceSpec, CollectiveSpec, spec_of_plan, ways
+from qccl.arrays import Values
+from qccl.codecs import Codec
+from qccl.collectives import COLLECTIVES, CollectiveSpec, spec_of_plan, ways
 from qccl.collectives.explain import crossing_nbytes
 from qccl.costs.group import Curve, Label, Prediction
-from qccl.dtypes import BFLOAT16, DType
-from qccl.plan import Plan
+from qccl.dtypes import BFLOAT16, FLOAT32, DType
+from qccl.engine.base import Request, Rig
+from qccl.errors import QcclError
+from qccl.programs import Compiled
+from qccl.schedule import Role
 from qccl.session import Session
 
 __all__ = ["candidates", "measure"]
 
 #: seconds within which all calls should have ended. The last ones may take longer than expected
 _LIMIT = 0.7
-#: elements of the first calls, the factor between sizes at first, and the most elements
-_LEAST, _STEP, _MOST = 256, 32, 1 << 21
+#: a measurement takes no longer than this part of the timeout
+_OF_TIMEOUT = 0.5
+#: elements of the first calls, and the factor between sizes at first
+_LEAST, _STEP = 256, 32
 #: if the calls of a size take more seconds together, the network delays them: one time of each must do, and the second
 #: size is larger by this factor, because a delay says nothing about the rate
 _LONG, _LONG_STEP = 0.06, 256
@@ -42,12 +55,18 @@ _LONG, _LONG_STEP = 0.06, 256
 _NEAR = 2.0
 #: seconds in which the calls of one size are repeated, how often at most, and the fewest repetitions that count
 _SLICE, _ROUNDS, _FEWEST = 0.04, 25, 3
+#: so many calls follow each other in a repetition, after one that is not timed, if those of a size take fewer seconds
+#: together: a program's calls follow each other, too, and a limit of the rate may let a single one pass
+_BURST, _SHORT = 4, 0.01
 #: of a call's times that with so large a part of them below it counts: disturbances only lengthen calls
 _LOW = 4
-#: calls before the first time
+#: agreements before the first time
 _WARM = 2
 #: a way that takes so many times as long as the fastest may become the fastest at a near size
 _RIVAL = 1.3
+#: a way that takes so many times as long as the fastest may in fact be the fastest: it is timed again, so often at
+#: most, and sizes get only this part of the time before. The first times of short calls are too long, with cold caches
+_EQUAL, _AGAIN, _OTHERS = 1.15, 6, 0.7
 #: a way that takes so many times as long, and loses more with each element by this factor, is not timed any further
 _HOPELESS, _STEEPER = 2.0, 1.3
 #: begins the keys of the state that codecs keep meanwhile
@@ -56,6 +75,8 @@ _KEY = "\0measured "
 _LARGE = 1 << 16
 #: random values, which are repeated
 _VALUES = 1 << 15
+#: bytes to which arrays are aligned
+_ALIGNMENT = 256
 
 
 def candidates(
@@ -74,152 +95,265 @@ def candidates(
     return dict(sorted(found.items(), key=lambda item: item[0][1]))
 
 
-def measure(session: Session, nodes: Sequence[int], calls: Mapping[Label, CollectiveSpec]) -> dict[Label, Curve]:
-    """Collective: the curves of ``calls``.
+def measure(session: Session, nodes: Sequence[int], calls: Mapping[Label, CollectiveSpec]) -> dict[Label, Curve] | str:
+    """Collective: the curves of ``calls``; or in words why there are none, because of a short timeout or no memory.
 
-    Call numbers and state stay as they were. Raises what calls raise, after which the group is unusable.
+    In Session.run_measurement(). State stays as it was. Raises what calls raise, after which the group is unusable.
     """
-    before = session.numbers.calls
-    measurement = _Measurement(session, nodes, calls)
+    rig, refusal = None, ""
     try:
-        return measurement.run()
+        rig = session.engine.rig()
+    except QcclError as error:
+        refusal = str(error)
+    try:
+        session.check_consistent("memory for measured calls", (), refusal, again=True)
+        if rig is None:
+            return refusal
+        found = _Measurement(session, rig, nodes, calls).run()
+        session.engine.wait_until_idle(session.engine.timeout)  # nothing uses the memory any more
+        return found
+    except QcclError as error:
+        if session.failure is not None or session.engine.failure is not None:
+            raise
+        return str(error)  # a rank cannot make a call, and all ranks have heard of it
     finally:
-        session.numbers.calls = before
-        measurement.forget()
+        for key in [each for each in session.state.entries if each.startswith(_KEY)]:
+            del session.state.entries[key]
 
 
 class _Measurement:
     """The times so far, and what is measured next."""
 
-    def __init__(self, session: Session, nodes: Sequence[int], calls: Mapping[Label, CollectiveSpec]) -> None:
-        self._session, self._nodes, self._calls = session, nodes, calls
-        self._points: dict[Label, dict[int, float]] = {label: {} for label in calls}
+    def __init__(self, session: Session, rig: Rig, nodes: Sequence[int], calls: Mapping[Label, CollectiveSpec]) -> None:
+        self._session, self._rig, self._nodes, self._calls = session, rig, nodes, calls
+        self._dtype = next(iter(calls.values())).dtype
+        self._samples: dict[Label, dict[int, list[float]]] = {label: {} for label in calls}
         self._going = list(calls)  # the ways that are timed with larger calls, too
-        self._values = np.random.default_rng(session.rank).standard_normal(_VALUES, np.float32)
         self._density: dict[Label, float] = {}
-        self._keys: list[str] = []
         self._order = random.Random(0)  # random() is the same on all ranks, whatever their versions of Python
-        self._again = 0  # sizes that were looked at once more
-        self._begin, self._elapsed = time.monotonic(), 0.0
-        most = _ROUNDS * len(calls) + 1
-        spec = AllReduceSpec.from_arguments(most, "float32", NoCodec(), None, op="avg", algorithm="one_shot")
-        self._found = np.zeros(most, np.float32)
-        self._agreement = Plan(session, spec, None, nodes).bind(self._found)
+        self._visits: dict[int, int] = {}  # how often the ways of a size were timed again
+        self._numbers = _ROUNDS * len(calls) + 1
+        spec = spec_of_plan("all_gather", session.size * self._numbers, "float32", "none", None, {})
+        self._own, self._all = (self._array(name, FLOAT32, spec, 0) for name in ("input", "output"))
+        self._all = replace(self._all, address=self._own.address + _aligned(self._own.nbytes))
+        self._free = self._all.address + _aligned(self._all.nbytes) - rig.address  # the arrays of calls follow
+        self._filled = self._free
+        self._gather = self._call(spec, {"input": self._own, "output": self._all}, None)
+        self._begin, self._elapsed, self._limit = 0.0, 0.0, 0.0
 
-    def run(self) -> dict[Label, Curve]:
+    def run(self) -> dict[Label, Curve] | str:
         """Measure until nothing is unknown, or the time is over."""
+        first = self._prepared(_LEAST, self._going)  # on CUDA kernels are compiled, which is not to be measured
+        self._begin = time.monotonic()
+        permitted = _OF_TIMEOUT * self._session.engine.timeout
         for _ in range(_WARM):  # makes the connections
-            self._agree([])
-        self._time_calls(_LEAST, self._going)
-        is_delayed = sum(points[self._whole(_LEAST)] for points in self._points.values()) > _LONG
-        second = _LEAST * (_LONG_STEP if is_delayed else _STEP)
-        self._plan(self._going[0], self._whole(second), {}).run()  # TCP's window grows
+            before = self._elapsed
+            least = functools.reduce(np.minimum, self._rows([permitted, float(self._largest())]))
+        permitted, self._most = float(least[0]), int(least[1])
+        trip = self._elapsed - before
+        if refusal := self._refusal(3 * len(first) * trip, permitted):
+            return refusal
+        self._limit = min(_LIMIT, permitted)
+        self._time_calls(_LEAST, self._going, first)
+        together = sum(samples[self._whole(_LEAST)][0] for samples in self._samples.values())
+        if refusal := self._refusal(2 * together, permitted):
+            return refusal
+        second = min(self._most, _LEAST * (_LONG_STEP if together > _LONG else _STEP))
+        if self._whole(second) == self._whole(_LEAST):
+            return f"there is memory for calls of {self._most} elements only"
+        self._prepared(second, self._going[:1])[0]()  # TCP's window grows
         self._time_calls(second, self._going)
-        while (found := self._next()) is not None:
-            self._time_calls(*found)
+        try:
+            while (found := self._next()) is not None:
+                self._time_calls(*found)
+        except QcclError:
+            if self._session.failure is not None or self._session.engine.failure is not None:
+                raise  # otherwise a rank has no memory for the next call, and what was measured must do
         return {label: self._curve(label) for label in self._calls}
 
-    def forget(self) -> None:
-        """Remove the state of codecs."""
-        for key in self._keys:
-            self._session.state.entries.pop(key, None)
+    def _refusal(self, needed: float, permitted: float) -> str:
+        """Why calls cannot be measured that take at least so many seconds; empty if they can."""
+        if self._elapsed + needed <= permitted:
+            return ""
+        return (
+            f"calls of two sizes need about {self._elapsed + needed:.2g} s, and the timeout permits {permitted:.2g} s; "
+            f"set a longer comm.timeout before the first such call"
+        )
 
     # -- times ---------------------------------------------------------------------------------------------------------
 
-    def _time_calls(self, count: int, labels: Sequence[Label]) -> None:
+    def _time_calls(
+        self, count: int, labels: Sequence[Label], calls: Sequence[Callable[[], None]] | None = None
+    ) -> None:  # fmt: skip
         """Time a call of about ``count`` elements for each label, repeatedly and in changing order if it is short."""
-        count = self._whole(count)
-        arrays: dict[tuple[str, int], np.ndarray] = {}
-        plans = [self._plan(label, count, arrays) for label in labels]
-        is_again = bool(self._points[labels[0]]) and self._has_time(count, labels, times=2)
-        found = self._agree([_timed_again(plan) if is_again else _timed(plan) for plan in plans])
-        if sum(found) <= _LONG:
-            left = max(0.0, min(_SLICE, _LIMIT - self._elapsed))
-            rounds = max(_FEWEST, min(_ROUNDS, int(left / sum(found) / 2)))
-            orders = [sorted(range(len(plans)), key=lambda _: self._order.random()) for _ in range(rounds)]
-            times = self._agree([_timed_again(plans[i]) for order in orders for i in order])
-            of_plan: list[list[float]] = [[] for _ in plans]
-            for i, seconds in zip(np.concatenate(orders), times, strict=True):
-                of_plan[i].append(seconds)
-            found = [sorted(each)[rounds // _LOW] for each in of_plan]
-        for label, seconds in zip(labels, found, strict=True):
-            self._points[label][count] = min(seconds, self._points[label].get(count, seconds))
-        if len(self._points[labels[0]]) > 1:
+        count, seconds = self._whole(count), self._rig.seconds
+        is_first = not self._samples[labels[0]]
+        calls = calls or self._prepared(count, labels)
+        if not is_first and self._has_time(count, labels, 2):
+            for call in calls:  # the timed one meets no fresh memory
+                call()
+        found = [[each] for each in self._agree([seconds(call, 1) for call in calls])]
+        together = sum(each for [each] in found)
+        if together <= _LONG:
+            burst = _BURST if together <= _SHORT else 1
+            left = max(0.0, min(_SLICE * burst, self._limit - self._elapsed))
+            rounds = max(_FEWEST, min(_ROUNDS, int(left / together / (1 + burst))))
+            found = self._repeated(calls, rounds, burst)
+        for label, each in zip(labels, found, strict=True):
+            self._samples[label].setdefault(count, []).extend(each)
+        if len(self._samples[labels[0]]) > 1:
             self._drop_hopeless()
+
+    def _repeated(self, calls: Sequence[Callable[[], None]], rounds: int, burst: int) -> list[list[float]]:
+        """The mean times of ``burst`` calls in a row, for each call and round."""
+        orders = [sorted(range(len(calls)), key=lambda _: self._order.random()) for _ in range(rounds)]
+        times = []
+        for i in (i for order in orders for i in order):
+            calls[i]()
+            times.append(self._rig.seconds(calls[i], burst))
+        found: list[list[float]] = [[] for _ in calls]
+        for i, seconds in zip((i for order in orders for i in order), self._agree(times), strict=True):
+            found[i].append(seconds)
+        return found
+
+    def _agree(self, seconds: Sequence[float]) -> list[float]:
+        """Collective: the means of all ranks' times."""
+        rows = self._rows(seconds)
+        return [max(float(each), 1e-9) for each in functools.reduce(np.add, rows) / len(rows)]
+
+    def _rows(self, numbers: Sequence[float]) -> list[np.ndarray]:
+        """Collective: all ranks' numbers. Sets the time since the begin, on which the ranks agree so."""
+        own = np.zeros(self._numbers, np.float32)
+        own[: len(numbers)], own[-1] = numbers, time.monotonic() - self._begin
+        self._write(own.tobytes(), self._own)
+        self._gather()
+        start = self._all.address - self._rig.address
+        rows = list(np.frombuffer(self._rig.read(start, self._all.nbytes), np.float32).reshape(-1, self._numbers))
+        self._elapsed = float(functools.reduce(np.add, rows)[-1]) / len(rows)
+        return [row[: len(numbers)] for row in rows]
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
 
     def _whole(self, count: int) -> int:
         """So many elements, or a few more, so that all ranks have equal parts."""
         return -(-count // self._session.size) * self._session.size
 
-    def _plan(self, label: Label, count: int, arrays: dict[tuple[str, int], np.ndarray]) -> Plan:
-        """A plan of the call, bound to ``arrays`` by buffer and size; it adds those that are not there yet."""
-        session, spec = self._session, replace(self._calls[label], count=count)
-        key = f"{_KEY}{len(self._keys)}" if spec.codec.state_names else None
-        self._keys += [] if key is None else [key]
-        bound = {}
-        for name, buffer in spec.buffers(session.rank, session.size).declared.items():
-            place = name, buffer.size
-            if place not in arrays:
-                arrays[place] = self._array(spec.dtype, buffer.size)
-            bound[name] = arrays[place]
-        return Plan(session, spec, key, self._nodes).bind_buffers(bound)
+    def _prepared(self, count: int, labels: Iterable[Label]) -> list[Callable[[], None]]:
+        """The calls of about ``count`` elements. All on the same arrays, which are those of the calls before, too."""
+        specs = {label: replace(self._calls[label], count=self._whole(count)) for label in labels}
+        arrays, end = self._arrays(specs.values())
+        if end > self._filled:
+            values = np.random.default_rng(self._session.rank).standard_normal(_VALUES, np.float32)
+            self._rig.fill(_bytes_of(values, self._dtype), self._filled, end)
+            self._filled = end
+        found = []
+        for label, spec in specs.items():
+            names = spec.buffers(self._session.rank, self._session.size).declared
+            bound = {name: arrays[name, buffer.size] for name, buffer in names.items()}
+            found.append(self._call(spec, bound, f"{_KEY}{label}" if spec.codec.state_names else None))
+        return found
 
-    def _array(self, dtype: DType, count: int) -> np.ndarray:
-        values = np.resize(self._values, count)
-        if dtype == BFLOAT16:
-            return (values.view(np.uint32) >> 16).astype(np.uint16)
-        return values.astype(dtype.name)
+    def _arrays(self, specs: Iterable[CollectiveSpec]) -> tuple[dict[tuple[str, int], Values], int]:
+        """The arrays of these calls, by buffer and size, and where they end in the rig's memory."""
+        found: dict[tuple[str, int], Values] = {}
+        end = self._free
+        for spec in specs:
+            for name in spec.buffers(self._session.rank, self._session.size).declared:
+                values = self._array(name, spec.dtype, spec, end)
+                if (name, values.count) not in found:
+                    found[name, values.count] = values
+                    end += _aligned(values.nbytes)
+        return found, end
 
-    def _agree(self, seconds: Sequence[float]) -> list[float]:
-        """Collective: the means of all ranks' times, and of their times since the begin."""
-        self._found[:] = 0
-        self._found[-1] = time.monotonic() - self._begin
-        self._found[: len(seconds)] = seconds
-        self._agreement.run()
-        self._elapsed = float(self._found[-1])
-        return [max(float(each), 1e-9) for each in self._found[: len(seconds)]]
+    def _array(self, name: str, dtype: DType, spec: CollectiveSpec, start: int) -> Values:
+        """The array of one of the call's buffers, ``start`` bytes from the begin of the rig's memory."""
+        count = spec.buffers(self._session.rank, self._session.size).declared[name].size
+        address = self._rig.address + start
+        return Values(address, count, dtype, ((count,), (1,)), name, owner=self._rig, writable=True)
+
+    def _write(self, content: bytes, values: Values) -> None:
+        start = values.address - self._rig.address
+        self._rig.fill(content, start, start + len(content))
+
+    def _call(self, spec: CollectiveSpec, values: Mapping[str, Values], key: str | None) -> Callable[[], None]:
+        """Collective on CUDA: what makes a call. Raises EngineError on all ranks if one has no memory for it."""
+        session = self._session
+
+        def programs(spec: CollectiveSpec, *, in_place: bool) -> Compiled:
+            place = session.rank, session.size
+            made = Compiled(session.engine, place, spec, in_place=in_place, is_counted=False)
+            if key is not None and made.state:
+                session.state.entries.pop(key, None)  # of another size
+                session.state.take(key, made.owner, made.state, None, made.sums)
+            return made
+
+        _, compiled, bound = session.bind(spec, values, key, programs, again=True)
+        return partial(session.start, compiled, bound, Request(key=key), values, self._rig.streams)
+
+    def _largest(self) -> int:
+        """The most elements of a call for which this rank has memory."""
+        count = self._rig.nbytes // self._dtype.itemsize
+        while count > _LEAST and not self._fits(count):
+            count //= 2
+        return count
+
+    def _fits(self, count: int) -> bool:
+        """Whether the memory is large enough for calls of so many elements."""
+        session, rig = self._session, self._rig
+        specs = [replace(each, count=self._whole(count)) for each in self._calls.values()]
+        _, end = self._arrays(specs)
+        if end > rig.nbytes or rig.work_nbytes is None:
+            return end <= rig.nbytes
+        place = session.rank, session.size
+        for spec in specs:
+            schedule = spec.schedule(*place, in_place=False, chunking=session.engine.chunking)
+            buffers = [*schedule.buffers.values()]
+            works, states = (
+                sum(buffer.nbytes for buffer in buffers if buffer.role is role) for role in (Role.WORK, Role.STATE)
+            )
+            if works > rig.work_nbytes or end + states > rig.nbytes:
+                return False
+        return True
 
     # -- what is next --------------------------------------------------------------------------------------------------
 
     def _next(self) -> tuple[int, Sequence[Label]] | None:
         """The next number of elements, and the calls to time; None: there is nothing more, or no time for it."""
-        sizes = sorted({count for points in self._points.values() for count in points})
-        larger = min(sizes[-1] * _STEP, _MOST)
+        sizes = sorted({count for samples in self._samples.values() for count in samples})
+        larger = min(sizes[-1] * _STEP, self._most)
         while larger >= 2 * sizes[-1]:
-            if self._has_time(larger, self._going, times=2):
+            if self._has_time(larger, self._going, 2, _OTHERS):
                 return larger, self._going
             larger //= 4
         gaps = sorted(pairwise(sizes), key=lambda gap: gap[0] / gap[1])
         for low, high in gaps:
             middle = round(math.sqrt(low * high))
-            rivals = self._rivals(low, middle, high)
-            if high > _NEAR**2 * low and len(rivals) > 1 and self._has_time(middle, measured := self._measured(rivals)):
-                return middle, measured
-        for count in sizes[self._again :]:  # once more: what disturbed the first calls may be over
-            self._again += 1
-            if len(rivals := self._rivals(count)) > 1 and self._has_time(count, measured := self._measured(rivals)):
-                return count, measured
+            rivals = self._rivals(_RIVAL, low, middle, high)
+            if high > _NEAR**2 * low and len(rivals) > 1 and self._has_time(middle, rivals, 2, _OTHERS):
+                return middle, rivals
+        for count in sorted(sizes, key=lambda size: self._visits.get(size, 0)):
+            rivals = self._rivals(_EQUAL, count)
+            if self._visits.get(count, 0) < _AGAIN and len(rivals) > 1 and self._has_time(count, rivals):
+                self._visits[count] = self._visits.get(count, 0) + 1
+                return count, rivals
         return None
 
-    def _has_time(self, count: int, labels: Sequence[Label], times: int = 1) -> bool:
-        """Whether the calls can be made so many times."""
-        prediction = self._prediction()
-        return bool(labels) and self._elapsed + times * sum(prediction.seconds(e, count) for e in labels) < _LIMIT
+    def _has_time(self, count: int, labels: Sequence[Label], times: int = 1, part: float = 1.0) -> bool:
+        """Whether the calls can be made so many times within a part of the time."""
+        needed = sum(self._prediction().seconds(label, count) for label in labels)
+        return bool(labels) and self._elapsed + times * needed < part * self._limit
 
-    def _measured(self, labels: Iterable[Label]) -> list[Label]:
-        return [label for label in self._calls if label in labels]
-
-    def _rivals(self, *counts: int) -> set[Label]:
+    def _rivals(self, factor: float, *counts: int) -> list[Label]:
         """The ways that are nearly the fastest at one of these numbers of elements."""
         found, prediction = set(), self._prediction()
         for count in counts:
             times = {label: prediction.seconds(label, count) for label in self._calls}
-            found |= {label for label, each in times.items() if each <= _RIVAL * min(times.values())}
-        return found
+            found |= {label for label, each in times.items() if each <= factor * min(times.values())}
+        return [label for label in self._calls if label in found]
 
     def _drop_hopeless(self) -> None:
         """Time no larger calls in ways that fall behind."""
-        prediction, largest = self._prediction(), max(max(points) for points in self._points.values())
+        prediction, largest = self._prediction(), max(max(samples) for samples in self._samples.values())
         times = {label: prediction.seconds(label, largest) for label in self._calls}
         best = min(times, key=times.__getitem__)
         self._going = [
@@ -235,7 +369,8 @@ class _Measurement:
         """What was measured, smoothed."""
         if label not in self._density:
             self._density[label] = _density(self._calls[label], self._nodes)
-        return Curve(_rising(sorted(self._points[label].items())), self._density[label])
+        points = sorted((count, sorted(each)[len(each) // _LOW]) for count, each in self._samples[label].items())
+        return Curve(_rising(points), self._density[label])
 
 
 def _density(spec: CollectiveSpec, nodes: Sequence[int]) -> float:
@@ -256,13 +391,11 @@ def _rising(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...
     return tuple((count, seconds) for (count, _), seconds in zip(points, times, strict=True))
 
 
-def _timed(plan: Plan) -> float:
-    begin = time.perf_counter()
-    plan.run()
-    return time.perf_counter() - begin
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _timed_again(plan: Plan) -> float:
-    """The time of the second of two calls: an equal one came before it, and it meets no fresh memory."""
-    plan.run()
-    return _timed(plan)
+def _bytes_of(values: np.ndarray, dtype: DType) -> bytes:
+    if dtype == BFLOAT16:
+        return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return values.astype(dtype.name).tobytes()

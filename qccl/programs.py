@@ -38,8 +38,16 @@ class Compiled:
         used: number of the group's call that used it last.
     """
 
-    def __init__(self, engine: Engine, place: tuple[int, int], spec: CollectiveSpec, *, in_place: bool) -> None:
-        """``place``: this rank, and the number of ranks."""
+    def __init__(
+        self,
+        engine: Engine,
+        place: tuple[int, int],
+        spec: CollectiveSpec,
+        *,
+        in_place: bool,
+        is_counted: bool = True,
+    ) -> None:
+        """``place``: this rank, and the number of ranks; ``is_counted``: its calls are part of the statistics."""
         self._engine, self._place, self.spec, self.in_place = engine, place, spec, in_place
         schedule = self.schedule()
         self.keeps_state = bool(spec.codec.state_names)
@@ -51,7 +59,8 @@ class Compiled:
         self.owner = spec.state_owner(schedule.name)
         self.sums: Parts = sums_of(schedule) if self.state else ()
         self.used = 0
-        self._counted = engine.tallies.counted(spec.name, spec.codec.spec(), spec.count)
+        label = spec.name, spec.codec.spec(), spec.count
+        self._counted = engine.tallies.counted(*label) if is_counted else None
         self.programs: list[Program] = [engine.compile(schedule, self._counted)]
 
     @property

@@ -23,7 +23,8 @@ from qccl.engine.records import STATES, CallRecord, TransferRecord
 from qccl.errors import ArgumentError
 from qccl.files import writing
 
-__all__ = ["FOLDER", "CallRecord", "GroupRecord", "TransferRecord", "read_record", "watch_signal", "write_record"]
+__all__ = ["FOLDER", "CallRecord", "GroupRecord", "Measured", "TransferRecord", "read_record", "watch_signal"]
+__all__ += ["write_record"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ _MOST_BYTES = 256 << 20
 #: no number in a record is larger
 _MOST = 1 << 64
 _MOST_RANKS = 1 << 20
+#: calls of a record, and how many of them may be calls of a measurement that has not ended
+_CALLS, _MEASURED_CALLS = 1024, 32
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,32 @@ class GroupRecord:
         if not 0 <= record.rank < record.size <= _MOST_RANKS:
             raise ArgumentError(f"this is no record of a rank (rank {record.rank} of {record.size})")
         return record
+
+
+class Measured:
+    """Keeps the calls of a measurement (measuring.py) apart in a rank's records: they would displace the program's.
+
+    The call by which the measurement began stands for all of it. The last measured calls are in the records as long as
+    the measurement has not ended, and stay there if it failed: they tell where it hung.
+    """
+
+    def __init__(self, before: list[CallRecord], first: int) -> None:
+        """``before``: the records so far; ``first``: the number of the first measured call."""
+        self._before, self._first = before, first
+        self._end: int | None = None
+
+    def end(self, number: int) -> None:
+        """The measurement has ended well; ``number`` is that of the next call."""
+        now = time.monotonic()
+        self._before[-1:] = [dataclasses.replace(began, ended=now) for began in self._before[-1:]]
+        self._end = number
+
+    def records(self, found: list[CallRecord]) -> list[CallRecord]:
+        """The last calls, with ``found`` of the engine, which has measured calls, too."""
+        after = [call for call in found if call.sequence >= (self._first if self._end is None else self._end)]
+        if self._end is None:
+            after = after[-_MEASURED_CALLS:]
+        return [*self._before, *after][-_CALLS:]
 
 
 def write_record(record: GroupRecord, folder: str) -> None:

@@ -11,13 +11,14 @@ from typing import Any, Protocol, TypeVar
 from qccl.arrays import Values
 from qccl.collectives import CollectiveSpec
 from qccl.engine.base import Backend, Bound, Execution, Program, Request
+from qccl.engine.records import CallRecord
 from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError, forked, gave_up
 from qccl.guard import Mark, abandoned, is_guard, is_inside
 from qccl.lifetime import Registry
 from qccl.metrics import Endpoint, serve
 from qccl.programs import Compiled
 from qccl.ranges import Ranges
-from qccl.records import FOLDER, GroupRecord, watch_signal, write_record
+from qccl.records import FOLDER, GroupRecord, Measured, watch_signal, write_record
 from qccl.state import StateStore
 from qccl.statistics import Statistics
 
@@ -75,6 +76,7 @@ class Session:
         self.state = StateStore(rank, size, self.engine.persistent)
         self.numbers, self.engine.timeout = self.engine.numbers, timeout
         self.statistics = Statistics(rank, size, self.group, self.engine.tallies)
+        self._measured: Measured | None = None  # the last measurement
         self._endpoint: Endpoint | None = None
         self.failure: QcclError | None = None
         self.closed = False
@@ -209,6 +211,22 @@ class Session:
             self.engine.check(self.engine.timeout)  # if the group has failed meanwhile, its failure says why
             raise
 
+    def run_measurement(self, name: str, act: Callable[[], _T]) -> _T:
+        """As run_collective(); the calls of ``act`` get their numbers back, and take no room in the records."""
+
+        def measure() -> _T:
+            numbers = self.numbers
+            before = numbers.calls
+            self._measured = measured = Measured(self._records(), numbers.sequence)
+            try:
+                result = act()
+            finally:
+                numbers.calls = before
+            measured.end(numbers.sequence)
+            return result
+
+        return self.run_collective(name, measure)
+
     def check_consistent(
         self, text: str, pairs: tuple[str, ...], refusal: str = "", *, again: bool = False
     ) -> None:  # fmt: skip
@@ -271,7 +289,11 @@ class Session:
 
     def record(self, reason: str) -> GroupRecord:
         """The last calls; see Communicator.record()."""
-        return GroupRecord.of(self.group, self.rank, self.size, self.engine.records(), reason)
+        return GroupRecord.of(self.group, self.rank, self.size, self._records(), reason)
+
+    def _records(self) -> list[CallRecord]:
+        found = self.engine.records()
+        return found if self._measured is None else self._measured.records(found)
 
     def write_record(self, reason: str) -> None:
         """To the folder that QCCL_RECORDS names, if it does."""

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import threading
 import time
 
 import numpy as np
 import pytest
+from profiles import profile
 
 import qccl
 from qccl import measuring
+from qccl.bench.verdict import findings
 from qccl.collectives import spec_of_plan
-from qccl.costs.group import Curve, GroupProfile, Kind
+from qccl.costs.group import GroupProfile, Kind
 from qccl.errors import ArgumentError, CodecError, CollectiveTimeout, MismatchError, PeerLost
+from qccl.host.rig import HostRig
 from qccl.measuring import _rising
+from qccl.records import read_record
 
 COLLECTIVES = ["allreduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
 
@@ -22,16 +28,6 @@ def short_measurements(monkeypatch):
     """Enough for a choice; a good one is not needed here."""
     monkeypatch.setattr(measuring, "_LIMIT", 0.05)
     monkeypatch.setattr(measuring, "_SLICE", 0.005)
-
-
-def profile(comm, fast, dtype="float32", collective="allreduce", ways=("one_shot", "two_round"), codec="minmax8"):
-    """A profile with which the codec and way ``fast`` are the fastest for any count."""
-    curves = {}
-    for each in ("none", codec):
-        for way in ways:
-            seconds = 1e-3 if (each, way) == fast else 2e-3
-            curves[each, way] = Curve(((256, seconds), (1 << 20, seconds)), 1.0)
-    return GroupProfile(comm.nodes, comm.transport.name).with_times(Kind(collective, dtype, codec), curves)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -117,7 +113,8 @@ def test_a_codec_behind_the_colon_is_the_most_that_is_lost():
         comm.plan("allreduce", 5000, codec="auto")
         assert Kind("allreduce", "float32", "minmax8") in comm.profile().times, "measured beside what was loaded"
         for wrong in ("auto:minmax99", "auto:nothing", "auto+ef", "automatic"):
-            with pytest.raises(CodecError):
+            hint = "only 'auto' and 'auto:CODEC', in small letters" if wrong == "auto+ef" else "no codec|not possible"
+            with pytest.raises(CodecError, match=hint):
                 comm.plan("allreduce", 5000, codec=wrong)
         comm.barrier()
 
@@ -259,16 +256,17 @@ def test_a_rank_that_does_not_come_is_not_waited_for_forever():
 
 
 def test_a_rank_that_fails_while_measuring_tells_the_others(monkeypatch):
-    timed = measuring._timed
+    timed, failing = HostRig.seconds, threading.local()
 
-    def fail(plan):
-        if plan._session.rank == 1:
+    def fail(rig, call, times):
+        if failing.rank == 1:
             raise KeyboardInterrupt
-        return timed(plan)
+        return timed(rig, call, times)
 
-    monkeypatch.setattr(measuring, "_timed", fail)
+    monkeypatch.setattr(HostRig, "seconds", fail)
 
     def run(comm):
+        failing.rank = comm.rank
         if comm.rank == 1:
             with pytest.raises(KeyboardInterrupt):
                 comm.quantized_allreduce(np.ones(4, np.float32), codec="auto")
@@ -331,3 +329,105 @@ def test_every_way_of_every_collective_is_measured():
             calls = measuring.candidates(collective, spec.dtype, [spec.codec], nodes)
             assert calls, collective
             assert all(measuring._density(each, nodes) > 0 for each in calls.values())
+
+
+def test_a_timeout_that_is_too_short_to_measure(monkeypatch):
+    """The call has no codec, now and later; the ranks go by the shortest of their timeouts."""
+
+    def run(comm):
+        comm.timeout = 1e-3 if comm.rank else 1e6
+        monkeypatch.setattr(measuring, "_OF_TIMEOUT", 1e-6)
+        x, y = (np.random.default_rng(comm.rank).standard_normal(5000, np.float32) for _ in range(2))
+        plan = comm.plan("allreduce", 5000, codec="auto:minmax4+ef", key="x")
+        assert plan.codec == "none"
+        assert re.search(
+            r"without a codec, because calls were not measured: calls of two sizes need about \S+ s, and the timeout "
+            r"permits 1e-09 s; set a longer comm.timeout before the first such call\.",
+            plan.explain(),
+        )
+        comm.timeout = 60.0
+        comm.quantized_allreduce(x, codec="auto:minmax4+ef", key="x")
+        comm.quantized_allreduce(y, codec="none")
+        assert x.tobytes() == y.tobytes()
+        with pytest.raises(ArgumentError, match="there is no profile, because calls were not measured"):
+            comm.plan("allreduce", 5, codec="auto")  # another kind
+            comm.profile()
+        assert not comm.state_dict()["keys"] and comm.calls == 2
+
+    qccl.run_ranks(2, run, timeout=1.0)
+
+
+def test_a_second_size_that_the_timeout_does_not_permit(monkeypatch):
+    """The first calls have taken longer than the agreements before them let expect."""
+    seconds = HostRig.seconds
+
+    def late(rig, call, times):
+        return seconds(rig, call, times) + 100.0
+
+    monkeypatch.setattr(HostRig, "seconds", late)
+
+    def run(comm):
+        plan = comm.plan("allreduce", 5000, codec="auto")
+        assert plan.codec == "none" and "and the timeout permits 30 s" in plan.explain()
+
+    qccl.run_ranks(2, run)
+
+
+def test_measured_calls_neither_displace_records_nor_count(monkeypatch):
+    monkeypatch.setattr(measuring, "_LIMIT", 0.4)
+
+    def run(comm):
+        x = np.ones(100, np.float32)
+        for _ in range(20):
+            comm.quantized_allreduce(x, codec="minmax8")
+        before = comm.record().calls
+        comm.quantized_allreduce(x, codec="auto")
+        comm.quantized_reduce_scatter(x, codec="auto")
+        found = comm.record().calls
+        assert found[:20] == before[:20] or [call.text for call in found[:20]] == [call.text for call in before]
+        texts = [re.split(r"[ (]", call.text)[0] for call in found[20:]]
+        assert texts == ["measure", "allreduce", "measure", "reduce_scatter"]
+        measured, after = found[20], found[21]
+        assert after.sequence - measured.sequence > 40 and after.call == measured.call == 20
+        assert measured.begun <= measured.ended <= after.begun and measured.state == "ended"
+        assert sum(each.calls for each in comm.stats().calls) == 22
+        for _ in range(1100):
+            comm.barrier()
+        assert {call.text for call in comm.record().calls} == {"barrier()"} and len(comm.record().calls) == 1024
+
+    qccl.run_ranks(2, run)
+
+
+def test_a_measurement_that_hangs_is_in_the_records(monkeypatch, tmp_path):
+    """The other rank stops in the middle. Its record and those of the others name it."""
+    seconds, numbers, stopped = HostRig.seconds, threading.local(), threading.Event()
+    monkeypatch.setenv("QCCL_RECORDS", str(tmp_path))
+
+    def stop(rig, call, times):
+        numbers.calls = getattr(numbers, "calls", 0) + 1
+        if numbers.rank and numbers.calls == 20:
+            stopped.wait(30)
+        return seconds(rig, call, times)
+
+    monkeypatch.setattr(HostRig, "seconds", stop)
+
+    def run(comm):
+        numbers.rank = comm.rank
+        comm.quantized_allreduce(np.ones(100, np.float32))
+        try:
+            with pytest.raises((CollectiveTimeout, PeerLost)):
+                comm.quantized_allreduce(np.ones(4, np.float32), codec="auto")
+        finally:
+            stopped.set()
+        return comm.record()
+
+    records = qccl.run_ranks(2, run, timeout=1.0)
+    for record in records:
+        texts = [call.text.split("(")[0] for call in record.calls]
+        assert texts[0] == "allreduce" and texts[1].startswith("measure allreduce of float32"), texts
+        assert len(texts) <= 34 and record.calls[2].sequence > record.calls[1].sequence + 1
+    assert records[0].calls[-1].state == "under way" and records[0].calls[-1].missing == (1,)
+    written = read_record(tmp_path / next(path.name for path in tmp_path.iterdir() if "rank-0" in path.name))
+    assert [call.sequence for call in written.calls] == [call.sequence for call in records[0].calls]
+    found = findings({record.rank: record for record in records})
+    assert found[0].ranks == (1,), found

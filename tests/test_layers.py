@@ -59,7 +59,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "arguments": {"codecs", "errors", "scalars"},
     "options": {"arguments", "dtypes", "trace"},
-    "measuring": {"codecs", "collectives", "costs", "dtypes", "plan", "session"},
+    "measuring": {
+        *("arrays", "codecs", "collectives", "costs", "dtypes", "engine", "errors", "programs", "schedule", "session"),
+    },
     "choosing": {"collectives", "costs", "errors", "measuring", "session"},
     "plan": {
         *(
@@ -173,6 +175,7 @@ PACKAGES: dict[str, set[str]] = {
     "dct.py": {"numpy"},
     "decoupled_momentum.py": {"numpy"},
     "host/memory.py": {"numpy"},
+    "host/rig.py": {"numpy"},
     "jax": {"jax", "numpy"},
     "measuring.py": {"numpy"},
     "meetings.py": {"torch"},

@@ -42,6 +42,8 @@ def examples() -> list[str]:
 _NAME = re.compile(r"([a-z_]+)(\d*)", re.ASCII)
 #: separates decorators; not the sign in 1e+3
 _PLUS = re.compile(r"\+(?![0-9])")
+#: what asks for a choice between codecs
+_AUTO = re.compile(r"\s*auto\s*($|[:+/])", re.IGNORECASE)
 #: keys of BytePS that repeat the codec's name
 _BYTEPS = {"onebit_scaling": "scaling", "dithering_partition": "partition", "dithering_normalize": "normalize"}
 #: fields of error feedback, and their keys in a dict, where the codec inside may have a "dtype" of its own
@@ -64,6 +66,12 @@ def get(spec: str | Mapping[str, Any] | Codec, kinds: Mapping[str, type[Codec]] 
     decorators: list[tuple[str, dict[str, Any]]]
     kinds = CODECS if kinds is None else kinds
     if isinstance(spec, str):
+        if _AUTO.match(spec) and "auto" not in kinds:
+            raise CodecError(
+                f"codec {spec!r}: only 'auto' and 'auto:CODEC', in small letters, choose a codec, in calls and plans "
+                f"of a communicator, and where the documentation of qccl.torch says so; name a codec here, such as "
+                f"'minmax8'"
+            )
         codecs, *parts = _PLUS.split(spec)
         codec = _parse_rounds(codecs, spec, kinds)
         decorators = [_parse_text(part, spec) for part in parts]

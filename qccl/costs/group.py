@@ -125,12 +125,14 @@ class GroupProfile:
     Attributes:
         nodes: for each rank, the number of its machine.
         transport: that carried the bytes.
+        hardware: of CUDA, the GPUs and the version of NCCL; empty on the host.
         times: by kind of call; then by codec, the kind's or none, and by the way to make the call.
     """
 
     nodes: tuple[int, ...]
     transport: str
     times: Mapping[Kind, Mapping[Label, Curve]] = field(default_factory=dict)
+    hardware: str = ""
 
     def with_times(self, kind: Kind, curves: Mapping[Label, Curve]) -> GroupProfile:
         """This profile and the curves of a further kind."""
@@ -164,45 +166,48 @@ class GroupProfile:
             for label, curve in sorted(curves.items())
         ]
         head = {"qccl profile": _VERSION, "nodes": list(self.nodes), "transport": self.transport}
-        return head | {"curves": curves}
+        return head | ({"hardware": self.hardware} if self.hardware else {}) | {"curves": curves}
 
     @staticmethod
     def from_dict(given: Mapping[str, Any]) -> GroupProfile:
         """The profile that as_dict() returned. Raises KeyError, TypeError, ValueError, ArgumentError."""
         if given["qccl profile"] != _VERSION:
             raise ValueError(f"its version is {given['qccl profile']!r}, and this is {_VERSION}")
-        nodes, transport = tuple(map(_natural, given["nodes"])), given["transport"]
+        nodes, transport, hardware = tuple(map(_natural, given["nodes"])), given["transport"], given.get("hardware", "")
         times: dict[Kind, dict[Label, Curve]] = {}
-        if not isinstance(transport, str):
-            raise TypeError(f"its transport is {transport!r}, no text")
+        if not isinstance(transport, str) or not isinstance(hardware, str):
+            raise TypeError(f"its transport is {transport!r} and its hardware {hardware!r}, but both must be texts")
         for each in given["curves"]:
             collective, dtype, codec, used, way, density, points = (each[key] for key in _KEYS)
             kind = Kind(str(collective), dtypes.get(dtype).name, codecs.get(codec).spec())
             times.setdefault(kind, {})[codecs.get(used).spec(), str(way)] = _curve(points, density)
-        return GroupProfile(nodes, transport, times)
+        return GroupProfile(nodes, transport, times, hardware)
 
     def digest(self) -> str:
         """A text that is equal for equal profiles."""
         text = json.dumps(self.as_dict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def check_group(self, nodes: Sequence[int], transport: str) -> None:
-        """Raise ArgumentError unless it is the profile of a group of these nodes, over this transport, and complete."""
-        if (self.nodes, self.transport) != (tuple(nodes), transport):
+    def check_group(self, group: GroupProfile) -> None:
+        """Raise ArgumentError unless its group is like that of another profile, and it is complete."""
+        if (self.nodes, self.transport, self.hardware) != (group.nodes, group.transport, group.hardware):
             raise ArgumentError(
-                f"the profile is that of {len(self.nodes)} ranks on the nodes {list(self.nodes)} over "
-                f"{self.transport}, and this group has {len(nodes)} ranks on the nodes {list(nodes)} over {transport}; "
-                f"save one of this group by comm.profile().save(), or leave it out"
+                f"the profile is that of {self._group()}, and this group has {group._group()}; save one of this group "
+                f"by comm.profile().save(), or leave it out"
             )
         for kind, curves in self.times.items():
             specs = [spec_of_plan(kind.collective, 1, kind.dtype, codec, None, {}) for codec in (_PLAIN, kind.codec)]
-            missing = {(spec.codec.spec(), way) for spec in specs for way in ways(spec, nodes)} - curves.keys()
+            missing = {(spec.codec.spec(), way) for spec in specs for way in ways(spec, self.nodes)} - curves.keys()
             if missing:
                 raise ArgumentError(
                     f"the profile has times of {kind.collective} of {kind.dtype}, but none of "
                     f"{', '.join(f'{codec} by {way}' for codec, way in sorted(missing))}; save one that "
                     f"comm.profile() returned, or leave it out"
                 )
+
+    def _group(self) -> str:
+        hardware = f" ({self.hardware})" if self.hardware else ""
+        return f"{len(self.nodes)} ranks on the nodes {list(self.nodes)} over {self.transport}{hardware}"
 
 
 def _curve(points: Any, density: Any) -> Curve:
@@ -226,15 +231,17 @@ class Choice:
     Attributes:
         spec: of the call, with its codec and its algorithm.
         predicted: codec, way and seconds of all that were compared, the fastest first; empty without a profile.
+        refusal: why calls with ``codec="auto"`` could not be measured.
     """
 
     spec: CollectiveSpec
     predicted: tuple[tuple[str, str, float], ...] = ()
+    refusal: str = ""
 
     def reason(self) -> str:
-        """The predicted times, in words; empty without a profile."""
+        """The predicted times, or why there are none, in words; empty without a profile."""
         if not self.predicted:
-            return ""
+            return f"without a codec, because calls were not measured: {self.refusal}" if self.refusal else ""
         times = (f"{codec} by {way} {seconds * 1e3:.3g} ms" for codec, way, seconds in self.predicted)
         needed = f"; a codec must save {MARGIN:.0%}" if len({codec for codec, _, _ in self.predicted}) > 1 else ""
         return f"by the times of the group's profile: {', '.join(times)}{needed}"

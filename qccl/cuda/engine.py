@@ -35,6 +35,7 @@ from qccl.cuda.libraries import as_qccl_error, cuda_libraries, on_device, record
 from qccl.cuda.program import CudaProgram
 from qccl.cuda.proxy import HostProxy
 from qccl.cuda.records import CallLog, LoggedCall
+from qccl.cuda.rig import CudaRig
 from qccl.cuda.run import CudaRun, PendingRuns
 from qccl.cuda.staging import check_stream_flags
 from qccl.cuda.state import DeviceState
@@ -218,6 +219,11 @@ class CudaEngine:
     def records(self) -> list[CallRecord]:
         """The last calls, without those in graphs, as far as the watchdog has seen."""
         return self._log.records()
+
+    def rig(self) -> CudaRig:
+        """See engine.base.Engine. Waits for the work of the legacy default stream, beside which calls take longer."""
+        self.check(self.timeout, 0)
+        return CudaRig(self.device, lambda stream: self.check(self.timeout, stream))
 
     def _wait_for_stream(self, stream: int, deadline: float) -> None:
         event = self.device.take_event()

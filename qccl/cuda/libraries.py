@@ -25,6 +25,7 @@ __all__ += [
     "device_count",
     "device_names",
     "event_status",
+    "hardware_of",
     "missing",
     "nccl_version",
     "no_room",
@@ -184,6 +185,11 @@ def device_names() -> list[str]:
     return [runtime.getDeviceProperties(i)["name"].decode() for i in range(runtime.getDeviceCount())]
 
 
+def hardware_of(device: int) -> str:
+    """What the times of calls depend on: the name of a GPU, and the version of NCCL."""
+    return f"{cuda_libraries().runtime.getDeviceProperties(device)['name'].decode()}, NCCL {nccl_version()}"
+
+
 def device_count() -> int:
     """The number of GPUs that can be used; 0 where CUDA cannot be."""
     return 0 if missing() else int(cuda_libraries().runtime.getDeviceCount())
@@ -243,19 +249,20 @@ def as_qccl_error(error: BaseException) -> QcclError | None:
     return None
 
 
-def no_room(device: int, nbytes: int, what: str, reason: str) -> EngineError:
+def no_room(
+    device: int, nbytes: int, what: str, reason: str, advice: str = "smaller chunks (chunk=) need less workspace"
+) -> EngineError:
     """The error of an allocation of ``nbytes`` for ``what``, with what holds the memory, and what to do."""
     gpu = cuda_libraries()
     with on_device(device):
         free, total = gpu.runtime.memGetInfo()
         pool = gpu.cupy.get_default_memory_pool()
         held, used = pool.total_bytes(), pool.used_bytes()
-    advice = "smaller chunks (chunk=) need less workspace"
-    if "torch" in sys.modules:
-        advice = f"torch.cuda.empty_cache() gives back what PyTorch holds and does not use; {advice}"
+    does = "torch.cuda.empty_cache() gives back what PyTorch holds and does not use" if "torch" in sys.modules else ""
     return EngineError(
         f"GPU {device} has no room for {what}: {nbytes} bytes were asked for, {free} of its {total} are free, and "
-        f"CuPy's pool holds {held}, of which {used} are used ({reason}); {advice}"
+        f"CuPy's pool holds {held}, of which {used} are used "
+        f"{'; '.join(filter(None, [f'({reason})', does, advice]))}"
     )
 
 

@@ -131,6 +131,16 @@ class CudaMemory:
                 _export(array, call or _LEGACY)  # its library puts its work so far before ours
         return (call, *(s for s in dict.fromkeys(known) if (s or _LEGACY) != (call or _LEGACY)))
 
+    def is_capturing(self, stream: Any) -> bool:
+        """As in Memory; CuPy and torch are asked for their current streams."""
+        gpu = cuda_libraries()
+        found = {_number(stream)} if stream is not None else {int(gpu.cupy.cuda.get_current_stream(self.device).ptr)}
+        torch = sys.modules.get("torch")
+        if stream is None and torch is not None and torch.cuda.is_initialized():
+            found.add(int(torch.cuda.current_stream(self.device).cuda_stream))
+        with translated:  # the legacy default stream cannot be captured
+            return any(gpu.runtime.streamIsCapturing(each) for each in found - {0, _LEGACY})
+
     def first_nonfinite(self, values: Values) -> int | None:
         """Computed on the GPU, by a kernel of qccl's: those that CuPy compiles need the headers of CUDA's toolkit."""
         if values.count == 0:

@@ -37,6 +37,7 @@ from qccl.cuda.libraries import (
     as_qccl_error,
     bounded,
     cuda_libraries,
+    hardware_of,
     on_device,
     pick_device,
     record,
@@ -130,7 +131,10 @@ class NcclTransport(DeviceTransport):
         Garbage(device).drop_with(self, self._comms, self._memories, self._lost, [self._stream, self._event])
         try:
             _set_up(device, timeout, "the first transfers", self._connect)
-            places = find_topology(self.rank, [each.decode() for each in self.allgather(machine().encode(), timeout)])
+            notes = self.allgather(f"{machine()}\n{hardware_of(device)}".encode(), timeout)
+            machines, hardware = zip(*(note.decode().split("\n", 1) for note in notes), strict=True)
+            self.hardware = "; ".join(f"{hardware.count(each)} x {each}" for each in sorted({*hardware}))
+            places = find_topology(self.rank, machines)
             self.reserved = self._reserve() if self.size > 1 else None
         except BaseException as error:
             self.abort(f"the ranks could not be connected: {error}")

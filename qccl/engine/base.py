@@ -14,7 +14,7 @@ from qccl.errors import QcclError
 from qccl.schedule import Schedule
 from qccl.trace import TraceEvent
 
-__all__ = ["Backend", "Bound", "Engine", "Execution", "Numbers", "Persistent", "Program", "Progress", "Request"]
+__all__ = ["Backend", "Bound", "Engine", "Execution", "Numbers", "Persistent", "Program", "Progress", "Request", "Rig"]
 
 
 class Progress(Enum):
@@ -155,6 +155,30 @@ class Program(Protocol):
         """Before the first run with a trace: keep what traces need of the schedule that was compiled."""
 
 
+class Rig(Protocol):
+    """Memory for measured calls, and a clock; made for one measurement (measuring.py), and dropped with it.
+
+    Attributes:
+        address, nbytes: of the memory.
+        work_nbytes: bytes of work buffers that a measured call may need; None for any number.
+        streams: on CUDA, the stream of the calls, and of what fill() and read() copy; otherwise ().
+    """
+
+    address: int
+    nbytes: int
+    work_nbytes: int | None
+    streams: tuple[int, ...]
+
+    def fill(self, values: bytes, start: int, stop: int) -> None:
+        """Write ``values``, as often as they fit and the rest of them, to the bytes ``start`` to ``stop``."""
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """A copy of ``nbytes`` from ``start``, when the calls so far have ended."""
+
+    def seconds(self, call: Callable[[], object], times: int) -> float:
+        """The mean time of ``times`` calls in a row, when they have ended. Raises their failures."""
+
+
 class Engine(Protocol):
     """Runs schedules on one rank.
 
@@ -228,6 +252,9 @@ class Engine(Protocol):
 
     def records(self) -> list[CallRecord]:
         """The last 1,024 calls that have begun, from the oldest on, and those that are queued."""
+
+    def rig(self) -> Rig:
+        """What measures calls. Raises EngineError, and changes nothing, if there is no memory for it."""
 
     def retire(self, reason: str) -> None:
         """Before shrink(): as abort(), but other ranks may still end the calls that this rank has ended."""

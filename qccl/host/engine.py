@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from qccl import _host
 from qccl.chunks import BETWEEN_SITES, NETWORK, ChunkPolicy, shared_memory
@@ -47,6 +48,9 @@ from qccl.host.shutdown import Shutdown
 from qccl.lifetime import Registry, Stage, keep, unhandled
 from qccl.schedule import Schedule
 from qccl.transports.base import Transport
+
+if TYPE_CHECKING:
+    from qccl.host.rig import HostRig
 
 __all__ = ["HostEngine"]
 
@@ -233,6 +237,12 @@ class HostEngine:
             return list(records(self._loop, self._queue))
         finally:
             self._lock.release()
+
+    def rig(self) -> HostRig:
+        """See engine.base.Engine."""
+        from qccl.host.rig import HostRig  # needs NumPy
+
+        return HostRig()
 
     def retire(self, reason: str) -> None:
         """As abort(), but a rank that is still in a call that this rank has ended gets the rest of its messages.

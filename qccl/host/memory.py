@@ -114,6 +114,10 @@ class HostMemory:
             )
         return ()
 
+    def is_capturing(self, stream: Any) -> bool:
+        """Never: the host has no graphs."""
+        return False
+
     def first_nonfinite(self, values: Values) -> int | None:
         """Searched block by block, without a copy."""
         import numpy as np

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from qccl.arguments import CodecLike, count_of, timeout_of
+from qccl import arguments
+from qccl.arguments import CodecLike, count_of, lossiest, timeout_of
 from qccl.communicator import Communicator
 from qccl.costs.grouping import GROUP_NBYTES
 from qccl.errors import ArgumentError
 from qccl.torch.auto import AutoCodec, budget_of
 from qccl.torch.compression import Compression, in_use
-from qccl.torch.groups import Policy, form_groups, rank_within
+from qccl.torch.groups import Policy, faster, form_groups, rank_within
 from qccl.torch.models import parameters_of
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ def compress(
             reduced exactly by the process group itself. "auto": the first 5 steps send all values as they are, and the
             last 4 of them are measured; then the ranks choose, for each of these parameters, the most accurate codec
             with which a step fits ``budget``: "none", "minmax8", "minmax4+ef", "minmax2:bucket=256+ef" or "trellis2+ef"
-            (the rule is in qccl.costs.choice). On the CPU.
+            (the rule is in qccl.costs.choice). On the CPU. "auto:CODEC", such as "auto:minmax4+ef": each group of
+            these parameters has the faster one of no codec and CODEC, by calls that the ranks measure now, as in
+            Communicator.quantized_allreduce().
         codecs: codecs by patterns of parameter names (fnmatch), such as ``{"embedding.*": "topk:k=0.01+ef"}``, whatever
             a parameter's size; the first pattern that matches counts. "none" sends values as they are.
         exclude: patterns of the names of parameters that are sent as they are.
@@ -99,13 +102,15 @@ def compress(
     if count_of(group_bytes, "group_bytes") == 0:
         raise ArgumentError("group_bytes must be a positive number, the most bytes that one call reduces, not 0")
     is_auto, budget = _asks_for_auto(codec, codecs or {}), budget_of(budget)
+    is_measured = not is_auto and arguments.is_auto(codec)
+    codec = lossiest(codec) if is_measured else codec
     policy = Policy("none" if is_auto else codec, codecs or {}, tuple(exclude), count_of(min_elements, "min_elements"))
     policy.check(parameters)
     warmup_steps = count_of(warmup_steps, "warmup_steps")
-    if (warmup_steps or is_auto) and "momentum" in policy.state_names:
+    if (warmup_steps or is_auto or is_measured) and "momentum" in policy.state_names:
         raise ArgumentError(
-            f"{'codec=auto' if is_auto else 'warmup_steps'} and +nesterov exclude each other, because the first steps "
-            f"would have no momentum; leave one of them out"
+            f"{'warmup_steps' if warmup_steps else 'codec=auto'} and +nesterov exclude each other, because steps "
+            f"without the codec would have no momentum; leave one of them out"
         )
     auto = None
     if is_auto:
@@ -124,6 +129,13 @@ def compress(
         )
     if comm is None:
         comm = Communicator.from_torch(ddp_model.process_group, timeout or _TIMEOUT_SECONDS)
+    if is_measured:
+        try:
+            groups = faster(groups, lossiest(codec), comm)
+        except BaseException:
+            if is_own:
+                comm.close()
+            raise
     handle = Compression(ddp_model.process_group, groups, comm, is_own, warmup_steps, timeout, trace, auto)
     in_use.add(comm)
     try:
@@ -182,5 +194,5 @@ def _check_auto(parameters: Mapping[str, Any], low_rank: int, step_bytes: int | 
     if any(p.device.type != "cpu" for p in parameters.values()):
         raise ArgumentError(
             "codec='auto' is for models on the CPU so far, because its predictions were fitted to ranks on CPUs; give "
-            "a codec, such as 'minmax4+ef'"
+            "a codec, such as 'minmax4+ef', or 'auto:minmax4+ef', the faster one of none and that codec"
         )

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_api as api
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from qccl import codecs
-from qccl.arguments import CodecLike
+from qccl.arguments import CodecLike, checked_codec, codec_text, is_auto, lossiest
 from qccl.codecs import Codec, NoCodec
 from qccl.communicator import Communicator
 from qccl.errors import ArgumentError
@@ -36,8 +35,11 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
     gradients with the codec "none", other element types, and PREMUL_SUM, which follows set_gradient_divide_factor()
     (unless with set_force_sum_reduction_for_comms()). With HSDP, qccl.torch.AllReduce averages the replicas.
 
+    With the codec "auto" or "auto:CODEC" each module has the faster one of none and CODEC, as in
+    Communicator.quantized_allreduce(). Then a job that continues from a checkpoint needs the profile of the first one.
+
     Attributes:
-        codec: of the gradients.
+        codec: of the gradients; with "auto" the one that may be chosen.
         key: the name of the state of codecs with "+ef" or "+nesterov".
         lr: the learning rate of the present step, for "+ef" (see quantized_allreduce); set it before each backward(),
             or never (None).
@@ -50,14 +52,14 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
         """
         if not isinstance(key, str):
             raise ArgumentError(f"key must be a string that names the module, not {key!r}")
-        self.codec, self.key = codecs.get(codec), key
+        self.codec, self.key, self._asked = lossiest(codec), key, checked_codec(codec)
         self.lr: float | None = None
         self._comm = checked_communicator(comm)
         self._exact = DefaultReduceScatter()
         self._parent = self  # has the learning rate
 
     def __repr__(self) -> str:
-        return f"<ReduceScatter {self.codec.spec()}, key={self.key!r}, {self._comm!r}>"
+        return f"<ReduceScatter {codec_text(self._asked)}, key={self.key!r}, {self._comm!r}>"
 
     def install(self, model: Any) -> None:
         """Set this reduce-scatter for all modules of ``model`` that fully_shard() has wrapped.
@@ -65,7 +67,7 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
         The state of each has a key of its own, made of ``key`` and the module's name, so it fits the same model later.
         """
         for name, module in sharded_modules(model):
-            own = ReduceScatter(self.codec, self._comm, key=f"{self.key}/{name}")
+            own = ReduceScatter(self._asked, self._comm, key=f"{self.key}/{name}")
             own._parent = self
             module.set_custom_reduce_scatter(own)
 
@@ -95,7 +97,7 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
         work = self._comm.quantized_reduce_scatter(
             input_tensor,
             output_tensor,
-            codec=self.codec,
+            codec=self._asked,
             op=name,
             key=self.key if keeps else None,
             lr=self._parent.lr if keeps else None,
@@ -126,7 +128,7 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
         for key in state["keys"]:
             if not self._owns(key):
                 raise ArgumentError(f"the state has the key {key!r}; this reduce-scatter has {self.key!r}")
-        if self.codec.state_names and state["calls"] and not state["keys"]:
+        if self.codec.state_names and not is_auto(self._asked) and state["calls"] and not state["keys"]:
             raise ArgumentError(
                 f"the state, after {state['calls']} calls, has no {' and no '.join(self.codec.state_names)}; "
                 f"torch.distributed.checkpoint loads only what a new object's state_dict() has, which is nothing: let "
@@ -146,11 +148,13 @@ class AllGather(api.AllGather):  # type: ignore[misc]  # torch has no types here
     stays exact. Weights of float32, float16 and bfloat16 are encoded. PyTorch moves everything else exactly: all
     weights with the codec "none", other element types, modules whose parameters have several (FSDP2 moves their bytes),
     and the smaller groups of ``reshard_after_forward=n``, whose weights were decoded before.
+
+    ``codec`` may be "auto", as in ReduceScatter.
     """
 
     def __init__(self, codec: CodecLike, comm: Communicator) -> None:
         """``comm``: see ReduceScatter; one communicator serves both."""
-        self.codec = codecs.get(codec)
+        self.codec, self._asked = lossiest(codec), checked_codec(codec)
         if self.codec.state_names:
             raise ArgumentError(
                 f"an all-gather of weights keeps no state: use {self.codec.plain.spec()}, not {self.codec.spec()}"
@@ -159,7 +163,7 @@ class AllGather(api.AllGather):  # type: ignore[misc]  # torch has no types here
         self._exact = DefaultAllGather()
 
     def __repr__(self) -> str:
-        return f"<AllGather {self.codec.spec()}, {self._comm!r}>"
+        return f"<AllGather {codec_text(self._asked)}, {self._comm!r}>"
 
     def install(self, model: Any) -> None:
         """Set this all-gather for all modules of ``model`` that fully_shard() has wrapped."""
@@ -176,7 +180,7 @@ class AllGather(api.AllGather):  # type: ignore[misc]  # torch has no types here
         """FSDP2 calls it, on the stream of its all-gathers; ``input_tensor`` is a part of ``output_tensor``."""
         if not _encodes(self.codec, input_tensor) or not _same_ranks(self._comm, group):
             return self._exact(output_tensor, input_tensor, group, async_op)
-        work = self._comm.quantized_all_gather(input_tensor, output_tensor, codec=self.codec, async_op=async_op)
+        work = self._comm.quantized_all_gather(input_tensor, output_tensor, codec=self._asked, async_op=async_op)
         return _Work(work) if async_op else None
 
 

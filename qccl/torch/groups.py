@@ -14,12 +14,13 @@ from qccl import codecs, dtypes
 from qccl.arguments import CodecLike
 from qccl.codecs import Codec, Momentum, NoCodec
 from qccl.codecs.feedback import momentum_of
+from qccl.communicator import Communicator
 from qccl.costs.grouping import grouped
 from qccl.costs.step import encoded_nbytes
 from qccl.errors import ArgumentError
 from qccl.torch.factors import matrix_shape
 
-__all__ = ["ParameterGroup", "Policy", "aligned", "form_groups", "rank_within", "table"]
+__all__ = ["ParameterGroup", "Policy", "aligned", "faster", "form_groups", "rank_within", "table"]
 
 #: element types that codecs encode; the process group itself reduces the others
 _ENCODED = (torch.float32, torch.float16, torch.bfloat16)
@@ -186,6 +187,19 @@ def form_groups(named: Iterable[tuple[str, Any]], policy: Policy, group_bytes: i
         _, codec, rank = kinds[members[0]]
         groups.append(ParameterGroup(f"group {i}", codec, names, parameters, rank))
     return groups
+
+
+def faster(groups: Iterable[ParameterGroup], codec: Codec, comm: Communicator) -> list[ParameterGroup]:
+    """Collective: the groups with this codec as they are, or without one where that is faster by measured calls."""
+
+    def chosen(group: ParameterGroup) -> ParameterGroup:
+        if group.codec != codec or group.rank:
+            return group
+        key = group.key if codec.state_names else None
+        plan = comm.plan("allreduce", sum(group.counts), group.dtype, codec=f"auto:{codec.spec()}", key=key)
+        return group if plan.spec.codec == codec else replace(group, codec=NoCodec())
+
+    return [chosen(group) for group in groups]
 
 
 def rank_within(named: Iterable[tuple[str, Any]], policy: Policy, step_bytes: int) -> int:

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qccl import codecs
-from qccl.arguments import CodecLike, count_of
-from qccl.codecs.base import Codec
+from qccl.arguments import CodecLike, checked_codec, codec_text, count_of, lossiest
+from qccl.codecs import Codec, NoCodec
 from qccl.communicator import Communicator
 from qccl.cuda.nccl import agreed_id
 from qccl.errors import ArgumentError, CodecError, MismatchError
@@ -54,7 +53,7 @@ def _bytes_from_environment() -> int:
 def _codec_from_environment(variable: str, default: str) -> str:
     text = os.environ.get(variable) or default
     try:
-        codec = codecs.get(text)
+        codec = lossiest(text)
     except CodecError as error:
         raise CodecError(f"{variable}={text!r}: {error}") from error
     _check_stateless(f"{variable}={text!r}", codec)
@@ -78,7 +77,8 @@ class Options:
 
     Attributes:
         codec: of sums and means (all-reduce and reduce-scatter), e.g. "minmax8"; by default QCCL_CODEC, or else
-            "minmax8". "none" compresses nothing.
+            "minmax8". "none" compresses nothing; "auto" or "auto:CODEC" is the faster one of none and CODEC, as in
+            Communicator.quantized_allreduce().
         min_bytes: calls with fewer bytes are exact; by default QCCL_MIN_BYTES, or else 64 KiB. It counts the larger
             side of a call: the input of a reduce-scatter, the output of an all-gather, all tensors of a coalesced call.
         all_gather_codec: of all-gather, which often carries parameters; by default QCCL_ALL_GATHER_CODEC, or else
@@ -94,13 +94,13 @@ class Options:
     )
 
     def __str__(self) -> str:
-        sums, gathers = codecs.get(self.codec).spec(), codecs.get(self.all_gather_codec).spec()
+        sums, gathers = codec_text(self.codec), codec_text(self.all_gather_codec)
         return f"codec={sums}, min_bytes={self.min_bytes}, all_gather_codec={gathers}"
 
     def __post_init__(self) -> None:
         for name in ("codec", "all_gather_codec"):
-            codec = codecs.get(getattr(self, name))
-            _check_stateless(f"{name}={codec.spec()!r}", codec)
+            given = getattr(self, name)
+            _check_stateless(f"{name}={codec_text(given)!r}", lossiest(given))
         count_of(self.min_bytes, "min_bytes")
 
 
@@ -124,8 +124,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         """Collective. Raises MismatchError if the ranks have different options."""
         super().__init__(rank, size)  # a subclass in Python cannot pass the store
         self.compression = options
-        self._sum_codec = codecs.get(options.codec)
-        self._gather_codec = codecs.get(options.all_gather_codec)
+        self._sum_codec, self._gather_codec = map(_codec_or_none, (options.codec, options.all_gather_codec))
         self._store = store
         self._comms: dict[str, Communicator] = {}
         self._own_devices: frozenset[str] | None = None
@@ -284,17 +283,17 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
 
     def _codec_of_sum(
         self, opts: Any, large: Sequence[torch.Tensor], small: Sequence[torch.Tensor] = ()
-    ) -> Codec | None:
+    ) -> CodecLike | None:
         """The codec of a call that adds tensors over the ranks; None: the plain backend runs it."""
         is_sum = opts.reduceOp.op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
         return self._codec_of(self._sum_codec, large, small) if is_sum else None
 
     def _codec_of(
-        self, codec: Codec, large: Sequence[torch.Tensor], small: Sequence[torch.Tensor] = ()
-    ) -> Codec | None:
+        self, codec: CodecLike | None, large: Sequence[torch.Tensor], small: Sequence[torch.Tensor] = ()
+    ) -> CodecLike | None:
         """``codec``, or None: the plain backend runs the call. ``large`` are the tensors whose bytes count."""
         tensors = [*large, *small]
-        if isinstance(codec, codecs.NoCodec) or self.size() == 1 or not tensors:
+        if codec is None or self.size() == 1 or not tensors:
             return None
         first = tensors[0]
         if first.dtype not in _DTYPES or first.device.type not in self._devices():
@@ -311,7 +310,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
             self._own_devices = frozenset(device for device, backend in pairs if backend == "qccl")
         return self._own_devices
 
-    def _how(self, x: torch.Tensor, codec: Codec, opts: Any) -> dict[str, Any]:
+    def _how(self, x: torch.Tensor, codec: CodecLike, opts: Any) -> dict[str, Any]:
         """The keywords of a call of the communicator."""
         return {"codec": codec, "async_op": opts.asyncOp, "timeout": self._timeout(x.device, opts)}
 
@@ -335,7 +334,13 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         return Communicator(unique_id, meeting.rank, meeting.size, timeout=timeout, device=device.index)
 
     def _call_each(
-        self, name: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], codec: Codec, opts: Any, **more: Any
+        self,
+        name: str,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        codec: CodecLike,
+        opts: Any,
+        **more: Any,
     ) -> _Work:
         """A call of the communicator's method ``name`` for each pair of tensors."""
         targets, copies = _contiguous(outputs)
@@ -346,7 +351,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         return _Work(works, opts, outputs, copies)
 
     def _reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], codec: Codec, opts: Any, **counts: Any
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], codec: CodecLike, opts: Any, **counts: Any
     ) -> _Work:
         return self._call_each("quantized_reduce_scatter", outputs, inputs, codec, opts, op=opts.reduceOp, **counts)
 
@@ -447,6 +452,11 @@ class _Work(dist.Work):  # type: ignore[misc]
             for target, source in self._copies:
                 target.copy_(source)
             self._copies.clear()
+
+
+def _codec_or_none(given: CodecLike) -> CodecLike | None:
+    """The codec of calls, which may be "auto"; None: they are not compressed."""
+    return None if lossiest(given) == NoCodec() else checked_codec(given)
 
 
 def _contiguous(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:

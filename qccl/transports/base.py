@@ -37,6 +37,7 @@ class Group(ABC):
         nodes: for each rank, the number of its machine. Network namespaces on one machine count as machines.
         is_threaded: any thread may use it (one at a time), whatever other threads do with the library underneath.
         can_regroup: the ranks that are left after a loss can make another group.
+        hardware: on CUDA, the GPUs of all ranks and the version of NCCL; empty on the host.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Group(ABC):
     nodes: tuple[int, ...]
     is_threaded: bool = True
     can_regroup: bool = False
+    hardware: str = ""
 
     @property
     def carriers(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -160,6 +161,7 @@ HOSTILE = {
     "nodes": changed("nodes", ["a"]),
     "nodes is a number": changed("nodes", 4),
     "a bool": changed("nodes", [True]),
+    "hardware": changed("hardware", 3),
     "transport": changed("transport", 3),
     "curves": changed("curves", 3),
     "no points": changed("points", []),
@@ -197,9 +199,20 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
 
 @pytest.mark.parametrize("nodes, transport", [((0, 1, 2), "ucx"), ((0, 0, 1, 1), "ucx"), (NODES, "mpi")])
 def test_the_profile_of_another_group_is_refused(nodes, transport):
-    profile().check_group(NODES, "ucx")
+    profile().check_group(GroupProfile(NODES, "ucx"))
     with pytest.raises(ArgumentError, match="the profile is that of 4 ranks"):
-        profile().check_group(nodes, transport)
+        profile().check_group(GroupProfile(nodes, transport))
+
+
+def test_the_profile_of_other_hardware_is_refused(tmp_path):
+    saved = replace(profile(), hardware="2 x H100, NCCL 2.28.3")
+    saved.save(tmp_path / "profile.json")
+    loaded = GroupProfile.load(tmp_path / "profile.json")
+    assert loaded == saved and loaded.digest() != profile().digest()
+    loaded.check_group(replace(saved, times={}))
+    for other in (profile(), replace(saved, hardware="2 x H100, NCCL 2.29.0")):
+        with pytest.raises(ArgumentError, match=r"over ucx \(2 x H100, NCCL 2.28.3\), and this group has 4 ranks"):
+            loaded.check_group(other)
 
 
 @pytest.mark.parametrize("left_out", sorted(profile().times[Kind("allreduce", "float32", "minmax8")]))
@@ -208,4 +221,4 @@ def test_a_profile_that_lacks_a_way_is_refused(left_out):
     (kind,) = whole.times
     curves = {label: curve for label, curve in whole.times[kind].items() if label != left_out}
     with pytest.raises(ArgumentError, match=f"none of {left_out[0]} by {left_out[1]}; save one"):
-        whole.with_times(kind, curves).check_group(NODES, "ucx")
+        whole.with_times(kind, curves).check_group(GroupProfile(NODES, "ucx"))

@@ -11,7 +11,6 @@ import pytest
 from cuda_ranks import ranks, values
 
 import qccl
-from qccl.costs.group import GroupProfile
 
 CODEC = "minmax3:bucket=64,rounding=stochastic"
 COUNT = 3000
@@ -85,19 +84,3 @@ def test_one_sided_lists_are_found_when_the_plan_is_made(world, cupy) -> None:
         return x.get().tobytes()
 
     assert ranks(2, run) == [values(rank, 100, 1).tobytes() for rank in range(2)]
-
-
-def test_a_gpu_does_not_choose_codecs_yet(cupy):
-    def run(comm: qccl.Communicator) -> bytes:
-        x = fake_cuda.array(values(comm.rank, 100), comm.rank)
-        for call in (lambda: comm.quantized_allreduce(x, codec="auto"), comm.profile):
-            with pytest.raises(qccl.ArgumentError, match=r"not possible on the cuda backend yet.*name a codec"):
-                call()
-        with pytest.raises(qccl.ArgumentError, match="cuda backend uses no profile yet"):
-            comm._adopt(GroupProfile(comm.nodes, "nccl"))
-        comm.quantized_allreduce(x, codec="none")
-        comm.check()
-        return x.get().tobytes()
-
-    first, second = ranks(2, run)
-    assert isinstance(first, bytes) and first == second, first

@@ -24,7 +24,7 @@ from codec_table import TABLE
 from nvrtc import Nvrtc, Program
 
 import qccl
-from qccl import codecs
+from qccl import codecs, measuring
 from qccl.cuda import libraries
 from qccl.cuda.libraries import cuda_libraries
 from qccl.schedule import Reduce
@@ -46,6 +46,7 @@ def modules(monkeypatch):
         "build",
         "calls",
         "check",
+        "choices",
         "codec_kernels",
         "device",
         "frameworks",
@@ -511,6 +512,34 @@ def test_what_an_nccl_rank_does_on_a_fake_gpu(world, monkeypatch):
         ranks.check(2)
 
 
+def test_the_section_auto(world, monkeypatch):
+    """Its ranks on threads: fast and slow choices, and ranks that choose differently."""
+    import choices
+
+    world.elapses = None
+    rig = importlib.import_module("qccl.cuda.rig")
+    monkeypatch.setattr(rig, "_NBYTES", (1 << 20,))
+    monkeypatch.setattr(measuring, "_LIMIT", 0.05)
+    monkeypatch.setattr(measuring, "_OF_TIMEOUT", 1e6)  # fake GPUs on a busy machine are slow
+    monkeypatch.setattr(choices, "SIZES", (400, 4000))
+    monkeypatch.setattr(choices, "_ROUNDS", 1)
+    monkeypatch.setattr(choices, "MOST", 1e9)
+    reports = reports_of_threads(monkeypatch, choices.one_rank)
+    found = choices.check()
+    assert found["hardware"] == "2 x Fake 100, NCCL 2.28.0" and found["measured_s"] > 0
+    for size in ("400", "4000"):
+        row = found[size]
+        assert row["beside_best"] >= 1 and row["chosen"] in row["ms"] and "of the group's profile" in row["why"]
+    monkeypatch.setattr(choices, "MOST", 0.5)
+    with pytest.raises(AssertionError, match="a fixed choice is much faster than auto's at"):
+        choices.check()
+    monkeypatch.setattr(libraries, "device_count", lambda: 1)
+    assert choices.check() == found, "ranks that take turns on one GPU have no rates"
+    reports[1]["sizes"]["400"]["chosen"] = "none chain"
+    with pytest.raises(AssertionError, match="the ranks choose differently"):
+        choices.check()
+
+
 def test_ranks_with_and_without_registered_memory(world, monkeypatch):
     """The section "ranks" starts its ranks four times, the last time with NCCL's registration switched off."""
     import check
@@ -911,6 +940,7 @@ def test_the_limits_of_the_runs():
         "torch",
         "jax",
         "large",
+        "auto",
         "driver",
         "codecs",
         "nccl",

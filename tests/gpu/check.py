@@ -86,6 +86,7 @@ SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
     "large": (_of("large", "check"), 60),  # more than 2^31 elements
     "memcheck": (_of("sanitizer", "memcheck"), 190),
     "racecheck": (_of("sanitizer", "racecheck"), 190),
+    "auto": (_of("choices", "check"), 60),  # the choice of codec="auto" beside the best fixed one
     "driver": (_of("triage", "driver"), 30),
     "codecs": (_of("triage", "codecs"), 70),
     "nccl": (_of("triage", "nccl"), 50),
@@ -99,6 +100,7 @@ RUNS = {
     "1": ("kernels", "streams", "graphs", "dispatch", "overlap", "bandwidth"),
     "2": ("staged", "ranks", "faults", "torch", "jax", "large"),
     "3": ("memcheck", "racecheck"),
+    "4": ("auto",),
     "triage": ("driver", "codecs", "nccl", "rates", "sanitizer", "profile"),
 }
 #: a machine without these tools is good enough
@@ -279,7 +281,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)} (all but the triage's)"
     )
-    parser.add_argument("--run", choices=RUNS, help="triage: the most decisive checks; 1, 2, 3: all others")
+    parser.add_argument("--run", choices=RUNS, help="triage: the most decisive checks; 1 to 4: all others")
     parser.add_argument("-o", "--output", type=Path, help="the results file (docs/results/<gpu>-<date>.json)")
     parser.add_argument("--list", action="store_true", help="print the sections with their limits, and run nothing")
     parser.add_argument("--inside", nargs=2, help=argparse.SUPPRESS)

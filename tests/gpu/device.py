@@ -106,7 +106,7 @@ class Mirror:
     transfers come one after the other, as over a link.
     """
 
-    name = "mirror"
+    name, hardware = "mirror", ""
     rank = local_rank = 0
     host = reserved = None
 

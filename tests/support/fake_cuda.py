@@ -23,6 +23,7 @@ from fake_device import (
     Block,
     CUDADriverError,
     CUDARuntimeError,
+    DriverMemory,
     Event,
     Node,
     Pointer,
@@ -211,7 +212,7 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
         setDevice=set_device,
         getDeviceCount=lambda: DEVICES,
         memGetInfo=lambda: (world.free_memory, world.free_memory),
-        eventElapsedTime=lambda a, b: 1.0,
+        eventElapsedTime=world.elapsed,
         streamWaitEvent=world.wait,
         streamIsCapturing=lambda stream: stream in world.captures,
         memcpy=copy_now,
@@ -244,7 +245,7 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
         "cupy.cuda",
         compiler=SimpleNamespace(compile_using_nvrtc=compile_using_nvrtc, CompileException=CompileException),
         nvrtc=SimpleNamespace(getVersion=lambda: (12, 9), getSupportedArchs=lambda: (75, 80, 90, 100, 120)),
-        memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+        memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError, Memory=lambda nbytes: DriverMemory(world, nbytes)),
         Device=lambda: SimpleNamespace(compute_capability="90"),
         function=SimpleNamespace(Module=Module),
         runtime=runtime,
@@ -334,7 +335,7 @@ def installed(world: World, kernels: Any) -> Any:
 
     made = modules(world, kernels)
     parts = ("device", "engine", "flags", "kernels", "memory", "nccl", "nccl_library", "nccl_memory")
-    parts += ("program", "run", "staging", "state", "watchdog", "workspace")
+    parts += ("program", "rig", "run", "staging", "state", "watchdog", "workspace")
     ours = tuple(f"qccl.cuda.{part}" for part in parts)
     saved = {name: sys.modules.pop(name, None) for name in (*made, *ours)}
     sys.modules.update(made)

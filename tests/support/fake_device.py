@@ -41,6 +41,7 @@ class Node:
     def __init__(self, what: str, after: set[Node], run: Any = None) -> None:
         self.what, self.after, self.run, self.done = what, after, run, False
         self.device, self.stream = -1, 0
+        self.ended = 0.0  # in time.perf_counter() seconds
 
 
 class World:
@@ -54,6 +55,8 @@ class World:
         self.pending: list[Node] = []
         self.tail: dict[int, Node | None] = {-1 - device: None for device in range(DEVICES)}
         self.recorded: dict[int, tuple[Node | None, int | None]] = {}  # event -> node, capture
+        self.times: dict[int, float] = {}  # event -> when it was recorded
+        self.elapses: float | None = 1.0  # milliseconds between any two events; None: those that the host sees
         self.captures: dict[int, Capture] = {}  # stream -> the capture it is part of
         self.calls: list[tuple[Any, ...]] = []  # what the host asked for, for tests of the order
         self.memory: dict[int, Block] = {}
@@ -78,7 +81,8 @@ class World:
         self.holds: Callable[[Node], bool] = lambda node: False  # what is not done, although it could be
         self.is_serial = False  # a device does everything in the order in which it was put there, as with one queue
         self.last: dict[int, Node] = {}  # of each device
-        self.free_memory = 1 << 30
+        self.free_memory = 1 << 30  # what the driver says, and the most bytes that it gives at once
+        self.full: set[int] = set()  # devices on which the driver has no memory left
         self.no_stream_memory = False  # the driver cannot let a stream write words
 
     # -- streams ---------------------------------------------------------------------------------------------------
@@ -130,6 +134,7 @@ class World:
             capture = self.captures.get(stream)
             node = self.tail[stream] if capture is None else capture.tail[stream]
             self.recorded[event] = node, None if capture is None else id(capture)
+            self.times[event] = time.perf_counter()
 
     def wait(self, stream: int, event: int) -> None:
         self._wait_for_room(self.stream(stream))  # not with the lock, which every other thread needs
@@ -156,7 +161,7 @@ class World:
                 self.random.shuffle(able)
                 for node in able:
                     if node.run is None or node.run() is not False:
-                        node.done, node.run, node.after = True, None, set()
+                        node.done, node.run, node.after, node.ended = True, None, set(), time.perf_counter()
                         self.pending.remove(node)
                         break
                 else:
@@ -183,6 +188,18 @@ class World:
             if captured is not None:
                 raise CUDARuntimeError(907)  # cudaErrorCapturedEvent
             return node is None or node.done
+
+    def elapsed(self, begin: int, end: int) -> float:
+        """Milliseconds between two events, whose streams have come to them."""
+        if self.elapses is not None:
+            return self.elapses
+        found = []
+        for event in (begin, end):
+            node, _ = self.recorded[event]
+            if node is not None and not node.done:
+                raise CUDARuntimeError(600)
+            found.append(max(self.times[event], node.ended if node is not None else 0.0))
+        return (found[1] - found[0]) * 1e3
 
     def is_empty(self, stream: int) -> bool:
         self.run()
@@ -280,6 +297,27 @@ class Block:
         self.content = ctypes.create_string_buffer(nbytes + 256)
         base = ctypes.addressof(self.content)
         self.ptr = -(-base // 256) * 256
+
+
+class DriverMemory:
+    """cupy.cuda.memory.Memory: device memory that is not of the pool, freed when forgotten."""
+
+    def __init__(self, world: World, nbytes: int) -> None:
+        world.forbid_in_capture()
+        device = world.local.__dict__.get("device", 0)
+        if nbytes > world.free_memory or device in world.full:
+            raise CUDARuntimeError(2)  # cudaErrorMemoryAllocation
+        self._world, self._block = world, Block(nbytes)
+        self.ptr, self.size = self._block.ptr, nbytes
+        ctypes.memset(self.ptr, 0xA5, nbytes)
+        world.memory[self.ptr], world.devices[self.ptr] = self._block, device
+        world.calls.append(("malloc", self.ptr, nbytes))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_block"):
+            ctypes.memset(self.ptr, 0x5A, self.size)  # what still uses it gets wrong bytes
+            self._world.calls.append(("free", self.ptr))
+            del self._world.memory[self.ptr]
 
 
 class Pointer:

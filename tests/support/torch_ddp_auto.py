@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from profiles import profile
 from rank_calls import error_of
 from torch_ddp_models import (
     GROUPS,
@@ -309,3 +310,30 @@ def auto_refuses() -> None:
     with auto(model) as handle:
         loss_of(model, batches(1)[0]).backward()
         assert gradients(model)["inner.0.weight"].any() and handle.step == 1
+
+
+def auto_by_measured_calls() -> None:
+    """With "auto:CODEC" each group has CODEC or none, as the profile says; and the ranks choose alike without one."""
+    for fast in ("none", "minmax4+ef"):
+        ends = []
+        for codec in ("auto:minmax4+ef", fast):
+            with qccl.Communicator.from_torch(timeout=60) as comm:
+                comm._adopt(profile(comm, (fast, "two_round"), codec="minmax4+ef"))
+                model = wrapped()
+                with qccl.torch.compress(model, codec, comm=comm, **GROUPS) as handle:
+                    for x in batches(3):
+                        backward(x, model)
+                    ends.append((codecs_of(handle), {n: g.numpy().tobytes() for n, g in gradients(model).items()}))
+        assert ends[0] == ends[1] and set(ends[0][0].values()) == {"none", fast}
+    model = wrapped()
+    with qccl.torch.compress(model, "auto:minmax4", **GROUPS) as handle:
+        chosen = codecs_of(handle)
+        backward(batches(1)[0], model)
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, chosen)
+    assert all(each == chosen for each in found) and set(chosen.values()) <= {"none", "minmax4"}
+    refused = partial(error_of, kind=qccl.ArgumentError)
+    model = wrapped()
+    assert "codec=auto and +nesterov exclude" in refused(lambda: qccl.torch.compress(model, "auto:minmax8+nesterov"))
+    text = error_of(lambda: qccl.torch.compress(model, codecs={"inner.*": "auto:minmax8"}), qccl.CodecError)
+    assert "choose a codec, in calls and plans of a communicator" in text

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from profiles import profile
 from rank_calls import error_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -166,6 +167,36 @@ def resumes() -> None:
         assert len(comm.state_dict()["keys"]) > 1
         reduce_scatter.load_state_dict({"calls": 0, "keys": {}})
         assert set(comm.state_dict()["keys"]) == {"mine"}
+
+
+def chooses() -> None:
+    """With "auto" each module has the faster one of none and the codec, by the profile or by measured calls."""
+    mesh, kind = line(), {"collective": "reduce_scatter", "ways": ["one level"], "codec": "minmax4+ef"}
+    for fast in ("none", "minmax4+ef"):
+        ends = []
+        for codec in ("auto:minmax4+ef", fast):
+            with connect(mesh) as comm:
+                comm._adopt(profile(comm, (fast, "one level"), **kind))
+                model = net(mesh)
+                made = ReduceScatter(codec, comm)
+                made.install(model)
+                train(model, range(3))
+                state = made.state_dict()
+                made.load_state_dict(state)
+                ends.append((bits(model), sorted(state["keys"]), comm.calls))
+        if fast != "none":  # that PyTorch itself reduces
+            assert ends[0] == ends[1] and ends[0][1]
+        assert ends[0][2] == 9
+    with connect(mesh) as comm:
+        model = net(mesh)
+        made = ReduceScatter("auto", comm), AllGather("auto:minmax4", comm)
+        for each in made:
+            each.install(model)
+        assert "auto:minmax8" in repr(made[0]) and "auto:minmax4" in repr(made[1])
+        train(model, range(2))
+        assert len(set(digests(model, comm))) == 1
+        assert len(comm._chooser.profile.times) == 2
+        raises("keeps no state", AllGather, "auto:minmax4+ef", comm)
 
 
 def accumulates() -> None:

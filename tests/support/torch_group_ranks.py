@@ -354,6 +354,37 @@ def options() -> None:
             assert (comm.quantized_allreduce(torch.ones(9)) == comm.size).all()
 
 
+def auto() -> None:
+    """With "auto" the ranks choose alike, and calls have the bits of the codec that was chosen."""
+    os.environ |= {"QCCL_CODEC": "auto:minmax4", "QCCL_ALL_GATHER_CODEC": "auto"}
+    options = qccl.torch.Options(min_bytes=10)
+    for name in ("QCCL_CODEC", "QCCL_ALL_GATHER_CODEC"):
+        del os.environ[name]
+    assert str(options) == "codec=auto:minmax4, min_bytes=10, all_gather_codec=auto:minmax8"
+    assert qccl.torch.Options(codec="auto:none") and "auto:minmax8+ef" in error_of(
+        lambda: qccl.torch.Options(codec="auto:minmax8+ef"), qccl.ArgumentError
+    )
+    with group(pg_options=options) as pg:
+        size = pg.size()
+        dist.all_reduce(x := values(pg.rank()))
+        dist.all_gather_into_tensor(gathered := torch.empty(size * COUNT), values(pg.rank()))
+        [comm] = pg._comms.values()
+        assert calls(pg) == 2 and len(comm._chooser.profile.times) == 2
+        plan = comm.plan("allreduce", COUNT, codec="auto:minmax4")
+        how = {"codec": plan.codec, "algorithm": plan.spec.algorithm}
+        assert plan.codec in ("none", "minmax4")
+        gathers = comm.plan("all_gather", size * COUNT, codec="auto").codec
+    expected = of_threads(lambda comm: comm.quantized_allreduce(values(comm.rank), **how), size)[0]
+    assert torch.equal(x, expected)
+    each = of_threads(
+        lambda comm: comm.quantized_all_gather(values(comm.rank), torch.empty(size * COUNT), codec=gathers), size
+    )
+    assert torch.equal(gathered, each[0])
+    with group(pg_options=qccl.torch.Options(codec="auto:none")) as pg:
+        dist.all_reduce(values(pg.rank()))
+        assert calls(pg) == 0
+
+
 def ddp() -> None:
     """DDP as it is: each bucket is one compressed call, the replicas stay equal, and the loss falls."""
     with group() as pg:

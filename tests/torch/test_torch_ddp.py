@@ -41,7 +41,7 @@ def test_two_ranks(tmp_path):
 @pytest.mark.slow
 def test_two_ranks_choose_codecs(tmp_path):
     names = ("auto_chooses", "auto_behind_a_slow_link", "auto_and_nonfinite", "auto_and_zeros", "auto_resumes")
-    names += ("auto_chooses_again", "auto_refuses")
+    names += ("auto_chooses_again", "auto_refuses", "auto_by_measured_calls")
     run(2, *names, folder=tmp_path)
 
 

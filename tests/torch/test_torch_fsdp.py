@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.starts_first,
 ]
 
-ALWAYS = ("exact", "bounds", "identical", "resumes", "accumulates", "refuses", "corrects", "unused")
+ALWAYS = ("exact", "bounds", "identical", "resumes", "chooses", "accumulates", "refuses", "corrects", "unused")
 
 
 @pytest.mark.parametrize(("size", "names"), [(2, ALWAYS), (4, (*ALWAYS, "replicas", "smaller_groups"))])

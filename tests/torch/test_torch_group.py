@@ -23,7 +23,18 @@ def run_group(folder, size, *names):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_group(tmp_path, size):
-    names = ("releases", "exact", "compressed", "tensors", "asynchronous", "callbacks", "options", "ddp", "fsdp")
+    names = (
+        "releases",
+        "exact",
+        "compressed",
+        "tensors",
+        "asynchronous",
+        "callbacks",
+        "options",
+        "auto",
+        "ddp",
+        "fsdp",
+    )
     for rank, last in run_group(tmp_path, size, *names):
         rank.check(last)
 
