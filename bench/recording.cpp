@@ -2,7 +2,6 @@
 // recording.py, which compiles this. The calls are those of one rank, with one operation that does nothing. Between two
 // calls other memory is read, as a program does, so that records and totals must come from a cache further away.
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -79,14 +78,10 @@ class Calls {
   volatile unsigned read_ = 0;
 };
 
-// Prints the median of the blocks' differences in nanoseconds a call, and the limits of its 95% confidence interval.
-void print(const char* what, std::vector<double> differences) {
-  std::sort(differences.begin(), differences.end());
-  const auto n = static_cast<double>(differences.size());
-  const auto at = [&](double rank) {  // by order statistics, so nothing is assumed of the distribution
-    return differences[static_cast<std::size_t>(std::clamp(rank, 0.0, n - 1))] / kCalls * 1e9;
-  };
-  std::printf("%s %.3f %.3f %.3f\n", what, at(n / 2), at(n / 2 - 0.98 * std::sqrt(n)), at(n / 2 + 0.98 * std::sqrt(n)));
+// Prints the median of the blocks in nanoseconds a call.
+void print(const char* what, std::vector<double> blocks) {
+  std::sort(blocks.begin(), blocks.end());
+  std::printf("%s %.3f\n", what, blocks[blocks.size() / 2] / kCalls * 1e9);
 }
 
 }  // namespace

@@ -2,9 +2,10 @@
 
 Two calls of the same loop differ by less than two measurements of one call in Python, so this measures what a call
 costs more in native code (``recording.cpp``, compiled here with g++ or the compiler that CXX names): with its totals
-counted, and with its record made a second time, in blocks that take turns in one process. A difference is the median of
-the blocks', with the limits of its 95% confidence interval. Beside it stands its share of a call in Python, of one rank
-and of two over MPI, whose time is the median of rounds. ``--write docs/howto/hangs.md`` replaces that page's table.
+counted, and with its record made a second time, in blocks that take turns in one process. A process has the medians of
+its blocks' differences, and the table has the median, the lowest and the highest of the processes, whose memory lies
+differently. Beside them stands the share of the highest one in a call in Python, of one rank and of two over MPI, whose
+time is the median of rounds. ``--write docs/howto/hangs.md`` replaces that page's table.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ _SOURCES = ("engine/loop.cpp", "engine/run.cpp", "engine/steps.cpp", "host/opera
 #: as the extension's Release build (CMakeLists.txt)
 _FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "-fstack-protector-strong", "-D_FORTIFY_SOURCE=2", "-pthread")
 _COUNT, _CALLS, _ROUNDS = 64, 1000, 41
-_COLUMNS = ("call of 64 elements", "takes", "its record", "share", "its statistics", "share")
+_COLUMNS = ("call of 64 elements", "takes", "its record", "at most", "its statistics", "at most")
 
 
 @click.command()
-@click.option("--blocks", default=5000, show_default=True, help="Blocks of calls in native code, of each kind.")
+@click.option("--processes", default=15, show_default=True, help="Of native code.")
+@click.option("--blocks", default=500, show_default=True, help="Blocks of calls in each process, of each kind.")
 @click.option("--write", help="A page whose table is to be replaced.")
-def main(blocks: int, write: str | None) -> None:
+def main(processes: int, blocks: int, write: str | None) -> None:
     """Measure, and print the table."""
     with tempfile.TemporaryDirectory() as folder:
-        found = costs(compiled(Path(folder)), blocks)
+        found = costs(compiled(Path(folder)), processes, blocks)
     rows = [row for ranks in (1, 2) for row in run_ranks(__file__, ranks, {"ranks": ranks}, "mpi", None)]
     table = [cells(row, found) for row in rows]
     print_table(_COLUMNS, table)
@@ -57,18 +59,22 @@ def compiled(folder: Path) -> Path:
     return program
 
 
-def costs(program: Path, blocks: int) -> dict[str, list[float]]:
-    """Nanoseconds of "call", "records" and "statistics": the median, and the limits of its confidence interval."""
-    done = subprocess.run([str(program), str(blocks)], check=True, timeout=600, capture_output=True, text=True)
-    lines = [line.split() for line in done.stdout.splitlines()]
-    return {name: [float(value) for value in values] for name, *values in lines}
+def costs(program: Path, processes: int, blocks: int) -> dict[str, list[float]]:
+    """Nanoseconds of "call", "records" and "statistics" in each of so many processes, in ascending order."""
+    found: dict[str, list[float]] = {}
+    for _ in range(processes):
+        done = subprocess.run([program, str(blocks)], check=True, timeout=600, capture_output=True, text=True)
+        for name, value in map(str.split, done.stdout.splitlines()):
+            found.setdefault(name, []).append(float(value))
+    return {name: sorted(values) for name, values in found.items()}
 
 
 def cells(row: dict[str, Any], found: dict[str, list[float]]) -> list[str]:
-    """A row of the table: a call's time, and what costs() has found beside it."""
+    """A row of the table: a call's time, and what costs() has found beside it. The shares are of the highest costs."""
     written = [f"{row['kind']}, {row['ranks']} rank{'s' if row['ranks'] > 1 else ''}", f"{row['us']:.2f} us"]
-    for middle, low, high in (found["records"], found["statistics"]):
-        written += [f"{middle:.1f} ns ({low:.1f} to {high:.1f})", f"{middle / row['us'] / 1e3:.2%}"]
+    for each in (found["records"], found["statistics"]):
+        written += [f"{statistics.median(each):.1f} ns ({each[0]:.1f} to {each[-1]:.1f})"]
+        written += [f"{each[-1] / row['us'] / 1e3:.2%}"]
     return written
 
 
