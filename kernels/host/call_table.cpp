@@ -58,10 +58,12 @@ const NumpyArray* as_numpy(nb::handle object) {
   return array;
 }
 
-// The arguments of a call: the addresses and forms of its arrays, and its options.
+// The arguments of a call: the addresses and forms of its arrays, and its options. A key that is looked up lives shorter
+// than its call's arguments, so it borrows them: with Python's stable ABI each reference is two calls of functions.
 struct Key {
   std::vector<std::uint64_t> words;
-  std::vector<nb::object> values;
+  std::vector<nb::handle> values;
+  std::vector<nb::object> held;  // of the values, those that the arguments may lose while the key is made; after hold() all
 
   Key() {
     words.reserve(48);
@@ -76,7 +78,8 @@ struct Key {
     PyTypeObject* type = Py_TYPE(value);
     add_pointer(type);
     const bool is_list = type == &PyTuple_Type || type == &PyList_Type;
-    if (!is_list) values.push_back(nb::borrow(value));
+    if (!is_list) values.push_back(value);
+    if (is_element) held.push_back(nb::borrow(value));  // the list may change when an array is described
     if (PyType_IsSubtype(type, constant)) {
       add_pointer(value);
       return true;
@@ -109,7 +112,7 @@ struct Key {
       words.push_back(view.array.shape(i));
       words.push_back(static_cast<std::uint64_t>(view.array.stride(i)));
     }
-    values.push_back(nb::borrow(reinterpret_cast<PyObject*>(type)));  // so that no other type gets its address
+    add_held(reinterpret_cast<PyObject*>(type));  // so that no other type gets its address
   }
 
   void add_numpy(const NumpyArray& array) {
@@ -122,7 +125,19 @@ struct Key {
       words.push_back(static_cast<std::uint64_t>(array.shape[i]));
       words.push_back(static_cast<std::uint64_t>(array.strides[i]));
     }
-    values.push_back(nb::borrow(array.dtype));  // so that no other element type gets its address
+    add_held(array.dtype);  // so that no other element type gets its address
+  }
+
+  void add_held(PyObject* value) {
+    values.push_back(value);
+    held.push_back(nb::borrow(value));
+  }
+
+  // Before the key outlives the arguments, or Python code runs that may change them.
+  void hold() {
+    std::vector<nb::object> all;
+    for (const nb::handle value : values) all.push_back(nb::borrow(value));
+    held = std::move(all);
   }
 
   std::size_t hash() const {
@@ -159,6 +174,7 @@ class CallTable {
     Key key;
     nb::list views;
     if (!describe_call(name, arrays, options, keywords, key, views)) return;
+    key.hold();
     nb::object payload = make();
     if (entries_.size() >= kMostEntries || array_count_ + arrays.size() > kMostArrays) clear();
     array_count_ += arrays.size();
@@ -185,7 +201,7 @@ class CallTable {
     Py_VISIT(constant_.ptr());
     Py_VISIT(describe_.ptr());
     for (const auto& [key, payload] : entries_) {
-      for (const nb::object& value : key.values) Py_VISIT(value.ptr());
+      for (const nb::object& value : key.held) Py_VISIT(value.ptr());
       Py_VISIT(payload.ptr());
     }
     return 0;
