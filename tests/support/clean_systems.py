@@ -21,6 +21,9 @@ from typing import Any
 import debian
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.append(str(ROOT / "bench"))
+import runs  # noqa: E402 -- it is in that folder
+
 KEPT = ROOT / "build/wheels/systems"
 #: what the system may not have
 COMPILERS = "cc gcc g++ c++ clang clang++ cmake"
@@ -136,6 +139,7 @@ def checked(kind: Kind) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         system = System(kind, Path(folder))
         return {
+            "name": str(kind),
             "system": system.system(),
             "architecture": kind.architecture,
             "python": system.version,
@@ -153,6 +157,19 @@ def cells(rows: list[dict[str, Any]]) -> list[list[object]]:
         [row["system"], row["architecture"], row["python"], row["wheel"], f"{row['verified']} cases", each]
         for row, each in zip(rows, golden, strict=True)
     ]
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    """Today's results file, in which the other systems keep their rows, and the table of CONTRIBUTING.md."""
+    path = runs.todays("wheels")
+    document = runs.begun(path, resume=True)
+    found = {row["name"]: row for row in (*document["rows"], *rows)}
+    document |= {"job": JOB, "rows": [found[str(kind)] for kind in KINDS if str(kind) in found]}
+    runs.store(path, document)
+    of = document["machine"]
+    table = "\n".join(runs.table(HEAD, cells(document["rows"])))
+    table += f"\n\n(Seen on {of['date']}, qccl {of['qccl']} ({of['commit']}); aarch64 by qemu.)"
+    runs.rewrite_table(str(ROOT / "CONTRIBUTING.md"), "python tests/support/clean_systems.py", table)
 
 
 def main() -> None:
@@ -173,16 +190,9 @@ def main() -> None:
         if str(kind) in names:
             rows.append(checked(kind))
             print(*rows[-1].values(), sep="  ", flush=True)
-    sys.path.insert(0, str(ROOT / "bench"))
-    import runs
-
     runs.print_table(HEAD, cells(rows))
     if of.write:
-        document = {"machine": runs.machine(), "job": JOB, "rows": rows}
-        runs.store(runs.todays("wheels"), document)
-        table = "\n".join(runs.table(HEAD, cells(rows)))
-        table += f"\n\n(Seen on {document['machine']['date']}, qccl {document['machine']['commit']}; aarch64 by qemu.)"
-        runs.rewrite_table(str(ROOT / "CONTRIBUTING.md"), "python tests/support/clean_systems.py", table)
+        write(rows)
 
 
 if __name__ == "__main__":
