@@ -1,8 +1,8 @@
 """The wheels of dist/ in Debian systems without a compiler: ``python tests/support/clean_systems.py``.
 
 In each system pip installs the wheel that it chooses for the system's Python, without a network, and the main job
-runs: an all-reduce of 4 ranks over UCX, whose results are verified. Then the golden bytes are tested. ``--write`` makes docs/results/wheels-DATE.json, and the table of
-CONTRIBUTING.md. It needs root.
+runs: an all-reduce of 4 ranks over UCX, whose results are verified. Then the golden bytes are tested.
+``--write`` makes docs/results/wheels-DATE.json, and the table of CONTRIBUTING.md. It needs root.
 """
 
 from __future__ import annotations
