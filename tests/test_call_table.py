@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
 import weakref
 
 import numpy as np
@@ -126,6 +127,37 @@ def test_an_interrupt_while_an_array_is_described():
         with pytest.raises(KeyboardInterrupt):
             call(NAME, (x,), (), {})
     assert table.find(NAME, (x,), (), {})[0] == "found"
+
+
+def test_an_option_that_its_list_loses_while_an_array_is_described():
+    """A key borrows what the arguments hold, but not the elements of a list, which may change meanwhile."""
+
+    class Constant:
+        pass
+
+    seen = []
+
+    def describe(array):
+        (element,) = map(weakref.ref, options)
+        options.clear()
+        seen.append(element() is not None)
+        options.append(Constant())
+        return _host.describe(array)
+
+    table, x, options = _host.CallTable(Constant, describe), ones(), [Constant()]
+    table.add(NAME, (x,), (options,), {}, lambda: "found")
+    assert table.find(NAME, (x,), (options,), {}) is None  # the entry has the first element, the list the second one
+    assert seen == [True, True]
+
+
+def test_a_search_leaves_no_references():
+    table, x, codec, options = _host.CallTable(Codec), ones(), codecs.get("minmax4"), [12345678901, "text"]
+    table.add(NAME, (x,), (options,), {"codec": codec}, lambda: "found")
+    counted = [x, x.dtype, codec, options, *options]
+    before = [sys.getrefcount(each) for each in counted]
+    for _ in range(100):
+        assert table.find(NAME, (x,), (options,), {"codec": codec})
+    assert [sys.getrefcount(each) for each in counted] == before
 
 
 def test_a_codec_equals_only_itself():

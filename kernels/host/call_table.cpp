@@ -30,16 +30,17 @@ struct NumpyArray {
   static constexpr int kWriteable = 0x0400;
 };
 
+PyTypeObject* numpy_type = nullptr;  // numpy.ndarray, when as_numpy() has checked its layout
+
 // An object as an array of NumPy; null if it is anything else, also an instance of a subclass, or if NumPy's layout is not
 // the one above. A description by NumPy's own functions takes ten times as long, and a call needs none where it only looks
 // whether anything has changed.
 const NumpyArray* as_numpy(nb::handle object) {
-  static PyTypeObject* known = nullptr;
   static bool is_other = false;  // NumPy's layout
   PyTypeObject* const type = Py_TYPE(object.ptr());
   auto* const array = reinterpret_cast<const NumpyArray*>(object.ptr());
-  if (type == known) return array;
-  if (known || is_other) return nullptr;
+  if (type == numpy_type) return array;
+  if (numpy_type || is_other) return nullptr;
   const nb::object name = nb::steal(PyType_GetName(type));
   if (!name.is_valid()) nb::raise_python_error();
   if (PyUnicode_CompareWithASCIIString(name.ptr(), "ndarray")) return nullptr;
@@ -54,14 +55,16 @@ const NumpyArray* as_numpy(nb::handle object) {
   is_other = is_other || !object.attr("dtype").is(nb::handle(array->dtype)) ||
              nb::cast<bool>(object.attr("flags").attr("writeable")) != ((array->flags & NumpyArray::kWriteable) != 0);
   if (is_other) return nullptr;
-  known = type;
+  numpy_type = type;
   return array;
 }
 
-// The arguments of a call: the addresses and forms of its arrays, and its options.
+// The arguments of a call: the addresses and forms of its arrays, and its options. A key that is looked up lives shorter
+// than its call's arguments, so it borrows them: with Python's stable ABI each reference is two calls of functions.
 struct Key {
   std::vector<std::uint64_t> words;
-  std::vector<nb::object> values;
+  std::vector<nb::handle> values;
+  std::vector<nb::object> held;  // references to the values, or to the first of them: see hold()
 
   Key() {
     words.reserve(48);
@@ -76,7 +79,7 @@ struct Key {
     PyTypeObject* type = Py_TYPE(value);
     add_pointer(type);
     const bool is_list = type == &PyTuple_Type || type == &PyList_Type;
-    if (!is_list) values.push_back(nb::borrow(value));
+    if (!is_list) values.push_back(value);
     if (PyType_IsSubtype(type, constant)) {
       add_pointer(value);
       return true;
@@ -87,6 +90,7 @@ struct Key {
       words.push_back(nb::len(elements));
       for (const nb::handle element : elements)
         if (!add_option(element.ptr(), constant, true)) return false;
+      hold();  // a list may lose them in a finalizer
       return true;
     }
     if (value != Py_None && type != &PyUnicode_Type && type != &PyLong_Type && type != &PyBool_Type &&
@@ -109,7 +113,7 @@ struct Key {
       words.push_back(view.array.shape(i));
       words.push_back(static_cast<std::uint64_t>(view.array.stride(i)));
     }
-    values.push_back(nb::borrow(reinterpret_cast<PyObject*>(type)));  // so that no other type gets its address
+    values.push_back(type);  // so that no other type gets its address
   }
 
   void add_numpy(const NumpyArray& array) {
@@ -122,7 +126,12 @@ struct Key {
       words.push_back(static_cast<std::uint64_t>(array.shape[i]));
       words.push_back(static_cast<std::uint64_t>(array.strides[i]));
     }
-    values.push_back(nb::borrow(array.dtype));  // so that no other element type gets its address
+    values.push_back(array.dtype);  // so that no other element type gets its address
+  }
+
+  // Keeps the values alive, whatever becomes of the arguments: before Python code runs, and in the table.
+  void hold() {
+    while (held.size() < values.size()) held.push_back(nb::borrow(values[held.size()]));
   }
 
   std::size_t hash() const {
@@ -159,6 +168,7 @@ class CallTable {
     Key key;
     nb::list views;
     if (!describe_call(name, arrays, options, keywords, key, views)) return;
+    key.hold();
     nb::object payload = make();
     if (entries_.size() >= kMostEntries || array_count_ + arrays.size() > kMostArrays) clear();
     array_count_ += arrays.size();
@@ -185,7 +195,7 @@ class CallTable {
     Py_VISIT(constant_.ptr());
     Py_VISIT(describe_.ptr());
     for (const auto& [key, payload] : entries_) {
-      for (const nb::object& value : key.values) Py_VISIT(value.ptr());
+      for (const nb::object& value : key.held) Py_VISIT(value.ptr());
       Py_VISIT(payload.ptr());
     }
     return 0;
@@ -210,12 +220,14 @@ class CallTable {
         views.append(array);
         continue;
       }
+      if (!numpy_type) key.hold();  // as_numpy() calls functions of Python until it knows the type
       const NumpyArray* const numpy = describe_.is_none() ? as_numpy(array) : nullptr;
       if (numpy && numpy->ndim > 0) {  // others may be integers
         key.add_numpy(*numpy);
         views.append(array);
         continue;
       }
+      key.hold();  // a description may run any code
       try {
         nb::object view = describe_.is_none() ? nb::cast(describe(array)) : describe_(array);
         if (view.is_none()) return false;

@@ -22,8 +22,8 @@ BINFMT = (
 )
 ENTER = """
 set -e
-root=$1 folder=$2 emulation=$3
-shift 3
+root=$1 folder=$2 emulation=$3 shared=$4
+shift 4
 if [ -n "$emulation" ]; then
     mount -t binfmt_misc none /proc/sys/fs/binfmt_misc
     printf %s "$emulation" >/proc/sys/fs/binfmt_misc/register
@@ -31,6 +31,7 @@ fi
 mount -t proc proc "$root/proc"
 mount --rbind /dev "$root/dev"
 mount --rbind "$folder" "$root/mnt"
+if [ -n "$shared" ]; then mount --rbind "$shared" "$root/$shared"; fi
 exec chroot "$root" /usr/bin/env -i PATH=/mnt/venv/bin:/usr/bin:/bin HOME=/mnt LANG=C.UTF-8 "$@"
 """
 
@@ -74,13 +75,18 @@ def unpacked(suite: str, architecture: str, folder: Path) -> Path:
     return root
 
 
-def run(root: Path, architecture: str, folder: Path, *command: str, limit: float) -> str:
-    """What a command writes in a system whose /mnt is ``folder``; it and what it starts end after ``limit`` seconds."""
+def run(root: Path, architecture: str, folder: Path, *command: str, shared: str = "", limit: float) -> str:
+    """What a command writes in a system whose /mnt is ``folder``; it and what it starts end after ``limit`` seconds.
+
+    ``shared`` is a folder of this machine that the system has, too, under the same path.
+    """
+    if shared:
+        (root / shared.lstrip("/")).mkdir(parents=True, exist_ok=True)
     emulation = "" if architecture == os.uname().machine else BINFMT
     # as a user namespace's root, which has the kernel's table of formats to itself
     namespaces = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child"]
     done = subprocess.run(
-        [*namespaces, "bash", "-c", ENTER, "-", str(root), str(folder), emulation, *command],
+        [*namespaces, "bash", "-c", ENTER, "-", str(root), str(folder), emulation, shared, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,7 +1,7 @@
 """What ``scripts/wheels`` checks beside the usual tools: ``wheel_contents.py WHEEL...`` ends at the first fault.
 
-The extension needs glibc alone, shows Python's entry point alone, and is hardened. Each wheel holds the licences of
-what is linked in, as the compiler's package has them.
+The extension needs glibc alone, shows Python's entry point alone, is hardened, and names no folder of the machine that
+built it. Each wheel holds the licences of what is linked in, as the compiler's package has them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -19,6 +20,8 @@ GLIBC = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1"
 LOADERS = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 LICENCES = ("LICENSE", "licenses/llvm.txt", "licenses/nanobind.txt", "licenses/robin-map.txt", "licenses/zig.txt")
 ZIG = Path(ziglang.__file__).parent
+#: folders of this machine that no file may name: of the build, of the tools, and of the Python that runs this
+FOLDERS = {str(Path.cwd()), str(Path.home()), sysconfig.get_path("stdlib"), str(ZIG)}
 SOURCES = {"licenses/zig.txt": ZIG / "LICENSE", "licenses/llvm.txt": ZIG / "lib/libcxx/LICENSE.TXT"}
 
 
@@ -45,6 +48,10 @@ def check_extension(name: str, extension: ELFFile) -> None:
     segments = {each["p_type"]: each["p_flags"] for each in extension.iter_segments()}
     check("PT_GNU_RELRO" in segments, f"{name} is not linked with -z relro")
     check(not segments.get("PT_GNU_STACK", 1) & 1, f"{name} has an executable stack")
+    both = [each for each in extension.iter_segments("PT_LOAD") if each["p_flags"] & 3 == 3]
+    check(not both, f"{name} has memory that is both writable and executable")
+    for tag in ("DT_RPATH", "DT_RUNPATH", "DT_TEXTREL"):
+        check(not [*dynamic.iter_tags(tag)], f"{name} has {tag}")
 
 
 def check_wheel(path: Path) -> None:
@@ -55,6 +62,9 @@ def check_wheel(path: Path) -> None:
         extensions = [each for each in names if ".so" in each]
         check(len(extensions) == 1, f"{path.name} has {extensions}, not one extension")
         check_extension(f"{path.name}: {extensions[0]}", ELFFile(io.BytesIO(wheel.read(extensions[0]))))
+        for name in names:
+            named = [each for each in FOLDERS if each.encode() in wheel.read(name)]
+            check(not named, f"{path.name}: {name} names {named}, folders of this machine")
         for licence in LICENCES:
             found = [each for each in names if each.endswith(f".dist-info/licenses/{licence}")]
             check(len(found) == 1, f"{path.name} has {len(found)} files {licence} among its licences, not one")
@@ -63,7 +73,18 @@ def check_wheel(path: Path) -> None:
                 check(same, f"{licence} is not what the compiler's package has; copy {SOURCES[licence]}")
 
 
+def sizes(path: Path) -> str:
+    """A row of the table: the wheel's size, and that of what it installs."""
+    with zipfile.ZipFile(path) as wheel:
+        files = wheel.infolist()
+    (extension,) = (each.file_size for each in files if ".so" in each.filename)
+    installed = sum(each.file_size for each in files)
+    return f"{path.stat().st_size / 1e6:8.2f} {installed / 1e6:8.2f} {extension / 1e6:8.2f}  {path.name}"
+
+
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        check_wheel(Path(argument))
-        print(f"{Path(argument).name}: needs glibc alone, is hardened, holds its licences")
+    wheels = [Path(argument) for argument in sys.argv[1:]]
+    for each in wheels:
+        check_wheel(each)
+    print("Each needs glibc alone, is hardened, and holds its licences. In MB: wheel, installed, its extension")
+    print(*map(sizes, wheels), sep="\n")
