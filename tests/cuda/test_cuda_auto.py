@@ -204,6 +204,32 @@ def test_a_rank_without_memory_for_a_plan_ends_the_measurement(world, cupy, monk
     assert all("calls were not measured" in text and "there is no room" in text for _, text in found)
 
 
+@pytest.mark.parametrize("method", ["seconds", "read", "fill"])
+def test_an_error_of_one_rank_alone_ends_the_group(method, world, cupy, monkeypatch):
+    """Without a failure of the group this rank would go on with its call, and the other one with measured calls."""
+    rig = sys.modules["qccl.cuda.rig"].CudaRig
+    usual, calls = getattr(rig, method), []
+
+    def fail(self, *how):
+        if self._device.number == 1:
+            calls.append(None)
+            if len(calls) > 2:
+                raise qccl.EngineError("operation not permitted when a stream is capturing")
+        return usual(self, *how)
+
+    monkeypatch.setattr(rig, method, fail)
+
+    def run(comm):
+        with pytest.raises(qccl.QcclError) as first:
+            comm.plan("allreduce", COUNT, codec="auto")
+        with pytest.raises(qccl.QcclError, match="failed earlier and is unusable"):
+            comm.plan("allreduce", COUNT, codec="none")
+        return first.value
+
+    other, own = ranks(2, run, timeout=2.0)
+    assert "operation not permitted" in str(own) and isinstance(other, CollectiveTimeout)
+
+
 # -- captures --------------------------------------------------------------------------------------------------------
 
 
