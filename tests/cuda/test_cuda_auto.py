@@ -8,6 +8,7 @@ import threading
 import time
 
 import fake_cuda
+import fake_frameworks
 import numpy as np
 import pytest
 from cuda_ranks import captured, ranks, values
@@ -272,6 +273,32 @@ def test_a_capture_measures_nothing(world, cupy):
     one_at_a_time, both = threading.Lock(), threading.Barrier(2)
     first, second = returned(ranks(2, run))
     assert first == second
+
+
+def test_tensors_of_torch(world, cupy, monkeypatch):
+    """A capture on torch's current stream measures nothing; then tensors have the bytes of the chosen call."""
+    torch = fake_frameworks.Torch(world, cupy)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+
+    def run(comm):
+        world.local.device = comm.rank
+        x, y = (torch.Tensor(torch, fake_cuda.array(values(comm.rank, COUNT), comm.rank)) for _ in range(2))
+        calls = (lambda: comm.quantized_allreduce(x, codec="auto"), lambda: comm.plan("allreduce", 1, codec="auto"))
+        both.wait(20)
+        for call in calls:
+            with one_at_a_time, torch.cuda.graph(torch.cuda.CUDAGraph(), torch.cuda.Stream()):
+                with pytest.raises(ArgumentError, match="part of a CUDA graph"):
+                    call()
+        both.wait(20)
+        comm.quantized_allreduce(x, codec="auto")
+        plan = comm.plan("allreduce", COUNT, codec="auto")
+        comm.quantized_allreduce(y, codec=plan.codec, algorithm=plan.spec.algorithm)
+        comm.check()
+        return x._array.get().tobytes(), y._array.get().tobytes()
+
+    one_at_a_time, both = threading.Lock(), threading.Barrier(2)
+    found = returned(ranks(2, run))
+    assert len({each for pair in found for each in pair}) == 1
 
 
 # -- profiles, and the end -------------------------------------------------------------------------------------------
