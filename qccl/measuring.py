@@ -16,11 +16,12 @@ has no memory for them, there are no times, on all ranks alike.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import pairwise
@@ -106,19 +107,37 @@ def measure(session: Session, nodes: Sequence[int], calls: Mapping[Label, Collec
     except QcclError as error:
         refusal = str(error)
     try:
-        session.check_consistent("memory for measured calls", (), refusal, again=True)
+        with _agreed(session):
+            session.check_consistent("memory for measured calls", (), refusal, again=True)
         if rig is None:
             return refusal
         found = _Measurement(session, rig, nodes, calls).run()
         session.engine.wait_until_idle(session.engine.timeout)  # nothing uses the memory any more
         return found
-    except QcclError as error:
-        if session.failure is not None or session.engine.failure is not None:
-            raise
-        return str(error)  # a rank cannot make a call, and all ranks have heard of it
+    except _CannotCall as error:
+        return str(error)
     finally:
         for key in [each for each in session.state.entries if each.startswith(_KEY)]:
             del session.state.entries[key]
+
+
+class _CannotCall(Exception):
+    """A rank cannot make a call that would be measured, and all ranks have heard of it."""
+
+
+@contextlib.contextmanager
+def _agreed(session: Session) -> Iterator[None]:
+    """What is refused inside is refused on all ranks: raise _CannotCall, unless the group has failed.
+
+    An error elsewhere is that of one rank alone. It must leave the call and so end the group, or the other ranks would
+    go on with measured calls, and this one with the program's.
+    """
+    try:
+        yield
+    except QcclError as error:
+        if session.failure is not None or session.engine.failure is not None:
+            raise
+        raise _CannotCall(str(error)) from error
 
 
 class _Measurement:
@@ -166,9 +185,8 @@ class _Measurement:
         try:
             while (found := self._next()) is not None:
                 self._time_calls(*found)
-        except QcclError:
-            if self._session.failure is not None or self._session.engine.failure is not None:
-                raise  # otherwise a rank has no memory for the next call, and what was measured must do
+        except _CannotCall:
+            pass  # a rank has no memory for the next call: what was measured must do
         return {label: self._curve(label) for label in self._calls}
 
     def _refusal(self, needed: float, permitted: float) -> str:
@@ -276,7 +294,7 @@ class _Measurement:
         self._rig.fill(content, start, start + len(content))
 
     def _call(self, spec: CollectiveSpec, values: Mapping[str, Values], key: str | None) -> Callable[[], None]:
-        """Collective on CUDA: what makes a call. Raises EngineError on all ranks if one has no memory for it."""
+        """Collective on CUDA: what makes a call. Raises _CannotCall on all ranks if one has no memory for it."""
         session = self._session
 
         def programs(spec: CollectiveSpec, *, in_place: bool) -> Compiled:
@@ -287,7 +305,8 @@ class _Measurement:
                 session.state.take(key, made.owner, made.state, None, made.sums)
             return made
 
-        _, compiled, bound = session.bind(spec, values, key, programs, again=True)
+        with _agreed(session):
+            _, compiled, bound = session.bind(spec, values, key, programs, again=True)
         return partial(session.start, compiled, bound, Request(key=key), values, self._rig.streams)
 
     def _largest(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -109,10 +110,35 @@ def test_an_interrupted_run_writes_what_it_has_found(campaign, tmp_path):
     assert (codecs["inputs"], codecs["covered"], codecs["stopped"]) == (7, 6, None) and frames["inputs"] == 0
 
 
+def test_no_target_goes_on_when_the_results_cannot_be_written(campaign, tmp_path):
+    target(tmp_path, "codecs", BEGIN + "sleep 1\n" + END)
+    target(tmp_path, "frames", f"echo $$ >{tmp_path}/pid\nexec sleep 600\n")
+    made = campaign.Campaign(["codecs", "frames"], 10_000, 2, tmp_path / "removed/results.json")
+    with pytest.raises(FileNotFoundError):
+        made.run()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--write", "gone/a.json"], "there is no folder gone"), (["--add", "--write", "a.json"], "would replace a.json")],
+)
+def test_files_of_results_that_are_refused(arguments, says, campaign, monkeypatch, tmp_path, capsys):
+    """Before a target runs, so that neither its results nor those of others are lost."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.json").write_text('{"machine": {}, "rows": [1]}')
+    monkeypatch.setattr("sys.argv", ["scripts/fuzz", *arguments])
+    monkeypatch.setattr(campaign, "Campaign", None)
+    with pytest.raises(SystemExit):
+        campaign.main()
+    assert says in capsys.readouterr().err
+
+
 def test_a_run_adds_to_the_results_of_another(campaign, tmp_path):
     path = tmp_path / "results.json"
     target(tmp_path, "codecs", BEGIN + END + FINDING)
-    target(tmp_path, "frames", BEGIN + END)
+    target(tmp_path, "frames", BEGIN + END + "exit 3\n")  # has no more turns: they would go on for the 10,000 seconds
     campaign.Campaign(["codecs", "frames"], 10_000, 2, path).run()
     first = json.loads(path.read_text())
     target(tmp_path, "codecs", BEGIN + "sleep 1\n" + END)

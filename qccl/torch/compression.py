@@ -262,11 +262,14 @@ class Compression:
                 "leave mpi4py.rc.thread_level as it is, or comm out"
             )
 
-    def _check_alike(self) -> None:
-        """Collective: raise MismatchError on all ranks unless they reduce the same parameters in the same way."""
+    def _check_alike(self, codec: str) -> None:
+        """Collective: raise MismatchError on all ranks unless they reduce the same parameters in the same way.
+
+        ``codec``: in words, what the program asks for without codec="auto".
+        """
         lines = [
             f"warmup_steps={self._warmup_steps}",
-            *(["a codec"] if self._auto is None else self._auto.description()),
+            *([codec] if self._auto is None else self._auto.description()),
         ]
         lines += [f"{group.codec_spec} for {', '.join(group.names)} ({group.dtype})" for group in self._groups]
         ranks = [item.decode().split("\n") for item in self._comm.allgather("\n".join(lines).encode())]

@@ -57,7 +57,8 @@ def compress(
             with which a step fits ``budget``: "none", "minmax8", "minmax4+ef", "minmax2:bucket=256+ef" or "trellis2+ef"
             (the rule is in qccl.costs.choice). On the CPU. "auto:CODEC", such as "auto:minmax4+ef": each group of
             these parameters has the faster one of no codec and CODEC, by calls that the ranks measure now, as in
-            Communicator.quantized_allreduce().
+            Communicator.quantized_allreduce(). A job that goes on from a saved state needs the same choice: pass it a
+            ``comm`` of qccl.init(profile=) with the profile of the job that saved it.
         codecs: codecs by patterns of parameter names (fnmatch), such as ``{"embedding.*": "topk:k=0.01+ef"}``, whatever
             a parameter's size; the first pattern that matches counts. "none" sends values as they are.
         exclude: patterns of the names of parameters that are sent as they are.
@@ -129,18 +130,13 @@ def compress(
         )
     if comm is None:
         comm = Communicator.from_torch(ddp_model.process_group, timeout or _TIMEOUT_SECONDS)
-    if is_measured:
-        try:
-            groups = faster(groups, lossiest(codec), comm)
-        except BaseException:
-            if is_own:
-                comm.close()
-            raise
     handle = Compression(ddp_model.process_group, groups, comm, is_own, warmup_steps, timeout, trace, auto)
     in_use.add(comm)
     try:
         handle._check_ranks()
-        handle._check_alike()
+        handle._check_alike(f"the faster one of none and {lossiest(codec).spec()}" if is_measured else "a codec")
+        if is_measured:  # collective, so not before the ranks have compared their arguments
+            handle._adopt(faster(groups, lossiest(codec), comm))
         ddp_model.register_comm_hook(None, lambda state, bucket: handle._reduce(bucket))
     except BaseException as error:
         handle.close()

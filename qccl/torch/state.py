@@ -288,7 +288,7 @@ def _check(state: Any, groups: Sequence[ParameterGroup], fields: set[str]) -> No
     if state["groups"] != own:
         raise ArgumentError(
             f"the state belongs to other parameters or codecs: {_difference(state['groups'], own)}; pass the same "
-            f"model and the same arguments to compress()"
+            f"model and the same arguments to compress(), and with codec='auto:CODEC' a comm with the same profile"
         )
     step = count_of(state["step"], 'the state\'s "step"')
     for kind, name in _KINDS.items():

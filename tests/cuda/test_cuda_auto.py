@@ -8,6 +8,7 @@ import threading
 import time
 
 import fake_cuda
+import fake_frameworks
 import numpy as np
 import pytest
 from cuda_ranks import captured, ranks, values
@@ -204,6 +205,32 @@ def test_a_rank_without_memory_for_a_plan_ends_the_measurement(world, cupy, monk
     assert all("calls were not measured" in text and "there is no room" in text for _, text in found)
 
 
+@pytest.mark.parametrize("method", ["seconds", "read", "fill"])
+def test_an_error_of_one_rank_alone_ends_the_group(method, world, cupy, monkeypatch):
+    """Without a failure of the group this rank would go on with its call, and the other one with measured calls."""
+    rig = sys.modules["qccl.cuda.rig"].CudaRig
+    usual, calls = getattr(rig, method), []
+
+    def fail(self, *how):
+        if self._device.number == 1:
+            calls.append(None)
+            if len(calls) > 2:
+                raise qccl.EngineError("operation not permitted when a stream is capturing")
+        return usual(self, *how)
+
+    monkeypatch.setattr(rig, method, fail)
+
+    def run(comm):
+        with pytest.raises(qccl.QcclError) as first:
+            comm.plan("allreduce", COUNT, codec="auto")
+        with pytest.raises(qccl.QcclError, match="failed earlier and is unusable"):
+            comm.plan("allreduce", COUNT, codec="none")
+        return first.value
+
+    other, own = ranks(2, run, timeout=2.0)
+    assert "operation not permitted" in str(own) and isinstance(other, CollectiveTimeout)
+
+
 # -- captures --------------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +273,32 @@ def test_a_capture_measures_nothing(world, cupy):
     one_at_a_time, both = threading.Lock(), threading.Barrier(2)
     first, second = returned(ranks(2, run))
     assert first == second
+
+
+def test_tensors_of_torch(world, cupy, monkeypatch):
+    """A capture on torch's current stream measures nothing; then tensors have the bytes of the chosen call."""
+    torch = fake_frameworks.Torch(world, cupy)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+
+    def run(comm):
+        world.local.device = comm.rank
+        x, y = (torch.Tensor(torch, fake_cuda.array(values(comm.rank, COUNT), comm.rank)) for _ in range(2))
+        calls = (lambda: comm.quantized_allreduce(x, codec="auto"), lambda: comm.plan("allreduce", 1, codec="auto"))
+        both.wait(20)
+        for call in calls:
+            graph = torch.cuda.graph(torch.cuda.CUDAGraph(), torch.cuda.Stream())
+            with one_at_a_time, graph, pytest.raises(ArgumentError, match="part of a CUDA graph"):
+                call()
+        both.wait(20)
+        comm.quantized_allreduce(x, codec="auto")
+        plan = comm.plan("allreduce", COUNT, codec="auto")
+        comm.quantized_allreduce(y, codec=plan.codec, algorithm=plan.spec.algorithm)
+        comm.check()
+        return x._array.get().tobytes(), y._array.get().tobytes()
+
+    one_at_a_time, both = threading.Lock(), threading.Barrier(2)
+    found = returned(ranks(2, run))
+    assert len({each for pair in found for each in pair}) == 1
 
 
 # -- profiles, and the end -------------------------------------------------------------------------------------------

@@ -184,17 +184,19 @@ class Campaign:
     def run(self) -> None:
         """Until the time is over, each target is stopped, or interrupt() was called."""
         each = self._seconds * self._jobs / len(self.results)  # of a target
-        while not self._is_interrupted:
-            self._start(each)
-            if not self._running:
-                break
-            time.sleep(0.05)
-            for turn in [turn for turn in self._running if turn.has_ended()]:
-                self._running.remove(turn)
-                print(turn.result.line(), turn.result.stopped or "", flush=True)
-                self._write()
-        for turn in self._running:
-            turn.interrupt()
+        try:
+            while not self._is_interrupted:
+                self._start(each)
+                if not self._running:
+                    break
+                time.sleep(0.05)
+                for turn in [turn for turn in self._running if turn.has_ended()]:
+                    self._running.remove(turn)
+                    print(turn.result.line(), turn.result.stopped or "", flush=True)
+                    self._write()
+        finally:  # also if the results cannot be written: the targets do not end with this program
+            for turn in self._running:
+                turn.interrupt()
         self.is_complete = not self._is_interrupted and not any(result.stopped for result in self.results)
         self._write()
 
@@ -261,7 +263,11 @@ def main() -> None:
         parser.error(f"--jobs {given.jobs} is less than 1")
     if given.seconds * given.jobs < len(targets):
         parser.error(f"--seconds {given.seconds} is less than a second for each of {len(targets)} targets")
+    if given.write and not given.write.parent.is_dir():
+        parser.error(f"--write {given.write}: there is no folder {given.write.parent}; make it first")
     before = runs.read(given.write) if given.add and given.write.exists() else {}
+    if before and "targets" not in before:
+        parser.error(f"--add would replace {given.write}, which has no results of scripts/fuzz: give another file")
     campaign = Campaign(targets, given.seconds, given.jobs, given.write, before)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, campaign.interrupt)

@@ -62,7 +62,7 @@ class Tensor:
         return (self._producer or self._array).__dlpack__(max_version=arguments.get("max_version"))
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, 0
+        return (self._producer or self._array).__dlpack_device__()
 
 
 class Stream:
@@ -91,6 +91,7 @@ class Torch:
         self.cuda = SimpleNamespace(
             Stream=lambda: Stream(cupy.cuda.Stream()), stream=self._on, graph=self._capture,
             CUDAGraph=lambda: Graph(self), current_stream=lambda device=0: self.current, set_device=lambda device: None,
+            is_initialized=lambda: True,
         )  # fmt: skip
         self.distributed = SimpleNamespace(
             HashStore=object, init_process_group=lambda *how, **more: None, destroy_process_group=lambda: None,

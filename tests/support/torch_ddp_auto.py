@@ -337,3 +337,23 @@ def auto_by_measured_calls() -> None:
     assert "codec=auto and +nesterov exclude" in refused(lambda: qccl.torch.compress(model, "auto:minmax8+nesterov"))
     text = error_of(lambda: qccl.torch.compress(model, codecs={"inner.*": "auto:minmax8"}), qccl.CodecError)
     assert "choose a codec, in calls and plans of a communicator" in text
+    alone = dist.new_group([0])
+    with qccl.Communicator.from_torch(timeout=60) as comm:
+        if dist.get_rank() == 0:
+            text = refused(lambda: qccl.torch.compress(wrapped(process_group=alone), "auto:minmax4", comm=comm))
+            assert f"comm is rank 0 of {comm.size}, but" in text
+        assert comm.calls == 0
+        comm.barrier()
+    codec = "auto:minmax4" if dist.get_rank() else "minmax4"
+    text = error_of(lambda: qccl.torch.compress(wrapped(), codec), qccl.MismatchError)
+    assert "rank 0 has a codec, and rank 1 has the faster one of none and minmax4" in text
+    with qccl.Communicator.from_torch(timeout=60) as comm:  # as if the first job had measured other times
+        comm._adopt(profile(comm, ("none", "two_round"), codec="minmax4+ef"))
+        model = wrapped()
+        with qccl.torch.compress(model, "minmax4+ef", **GROUPS) as handle:
+            backward(batches(1)[0], model)
+            state = handle.state_dict()
+        with qccl.torch.compress(wrapped(), "auto:minmax4+ef", comm=comm, **GROUPS) as handle:
+            assert "and with codec='auto:CODEC' a comm with the same profile" in refused(
+                lambda: handle.load_state_dict(state)
+            )
