@@ -29,7 +29,7 @@ COMPILERS = "cc gcc g++ c++ clang clang++ cmake"
 JOB = "qccl-bench allreduce --ranks 4 -b 64K -e 1M -f 4 -n 3 --codec minmax8,minmax4,none"
 _JOB_ROWS = 3 * 3  # sizes, codecs
 _GLIBC = ("2_28", "2_27", "2_26", "2_24", "2_17")
-HEAD = ("system", "architecture", "Python", "wheel for", "all-reduce of 4 ranks", "golden bytes")
+HEAD = ("system", "architecture", "Python", "wheel for", "all-reduce of 4 ranks", "golden bytes", "commit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +59,23 @@ class Kind:
 
 
 #: Python 3.11 to 3.14. No Debian has 3.12, so it is that of this machine, for its own architecture. It may not lie in
-#: /usr, which the system has its own files in. For aarch64 only 3.11: by qemu 7.2 Debian 13's programs hang.
+#: /usr, which the system has its own files in.
 KINDS = (
     Kind("bookworm", "x86_64"),
     Kind("bookworm", "x86_64", "python3.12"),
     Kind("trixie", "x86_64"),
     Kind("sid", "x86_64"),
     Kind("bookworm", "aarch64"),
+    Kind("trixie", "aarch64"),
+    Kind("sid", "aarch64"),
 )
+
+
+def verified(output: str) -> int:
+    """The rows that the main job has printed, of which each was verified: a wrong result would have ended it."""
+    rows = [line for line in output.splitlines() if line and not line.startswith("#")]
+    assert len(rows) == _JOB_ROWS, output
+    return len(rows)
 
 
 class System:
@@ -113,11 +122,9 @@ class System:
 
     def main_job(self) -> int:
         """The rows that the main job prints, of which each was verified; the extension comes from the wheel."""
-        output = self.run(JOB)
-        rows = [line.split() for line in output.splitlines() if line and not line.startswith("#")]
-        assert len(rows) == _JOB_ROWS, output  # a wrong result would have ended it
+        rows = verified(self.run(JOB))
         assert self.run("python -c 'import qccl._host as h; print(h.__file__)'").startswith("/mnt/venv/")
-        return len(rows)
+        return rows
 
     def golden(self) -> int:
         """The tests that have passed: the golden bytes, and all codecs against their oracles. None is skipped."""
@@ -131,7 +138,7 @@ class System:
 
 def checked(kind: Kind) -> dict[str, Any]:
     """A row of the results: a system in which all went well."""
-    begin = time.monotonic()
+    begin, commit = time.monotonic(), runs.commit()
     with tempfile.TemporaryDirectory() as folder:
         system = System(kind, Path(folder))
         return {
@@ -142,6 +149,7 @@ def checked(kind: Kind) -> dict[str, Any]:
             "wheel": system.wheel(),
             "verified": system.main_job(),
             "golden": system.golden(),
+            "commit": commit,
             "seconds": round(time.monotonic() - begin),
         }
 
@@ -149,7 +157,9 @@ def checked(kind: Kind) -> dict[str, Any]:
 def cells(rows: list[dict[str, Any]]) -> list[list[object]]:
     """The cells of the table."""
     tested = ("system", "architecture", "python", "wheel")
-    return [[*map(row.get, tested), f"{row['verified']} cases", f"{row['golden']} tests"] for row in rows]
+    return [
+        [*map(row.get, tested), f"{row['verified']} cases", f"{row['golden']} tests", row["commit"]] for row in rows
+    ]
 
 
 def write(rows: list[dict[str, Any]]) -> None:
@@ -161,7 +171,7 @@ def write(rows: list[dict[str, Any]]) -> None:
     runs.store(path, document)
     of = document["machine"]
     table = "\n".join(runs.table(HEAD, cells(document["rows"])))
-    table += f"\n\n(Seen on {of['date']}, qccl {of['qccl']} ({of['commit']}); aarch64 by qemu.)"
+    table += f"\n\n(Seen on {of['date']}, qccl {of['qccl']}; aarch64 by qemu.)"
     runs.rewrite_table(str(ROOT / "CONTRIBUTING.md"), "python tests/support/clean_systems.py", table)
 
 
