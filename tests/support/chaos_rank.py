@@ -188,9 +188,8 @@ class Rank:
 
     def regroup(self, comm: qccl.Communicator, before: int) -> None:
         """Go on without the victim, and perhaps with a process that joins; leave no descriptor open."""
-        begin, size = time.monotonic(), comm.size
+        size = comm.size
         comm = comm.shrink()
-        self.say(shrunk=time.monotonic() - begin)
         members = [int(note) for note in comm.allgather(str(self.rank).encode())]
         assert members == [rank for rank in range(size) if rank != self.case.victim], members
         check_sums(comm)
