@@ -1,47 +1,60 @@
 """Chaos: ranks that are killed, stopped, interrupted, late or different, in and between their calls, by a seed.
 
 ``chaos.py --cases 3000 --seed 0`` runs a group of 3 or 4 ranks for each case, over UCX's shared memory, UCX's TCP and
-wan in turn. One fault strikes one rank, mostly in the middle of a large call. It is checked that
+wan in turn; ``--transports gloo`` runs 2 to 4 ranks over gloo. One fault strikes one rank, mostly in the middle of a
+large call. It is checked that
 
-- every rank whose process is left ends within its deadline: with right results, bit for bit, or with an error that
-  names a rank;
+- every rank whose process is left ends within its deadline: with right results, bit for bit, or with an error of
+  qccl's that names a rank; an error ends the process within the calls' timeout and ``--grace`` seconds of the fault;
+- it ends as Python ends a program, and not by a signal, whether the error is caught or not and whether the communicator
+  is closed or not;
+- in some cases over UCX the survivors of a killed rank go on: each names it within ``--notice`` seconds, they shrink,
+  take in a process that joins, make right sums, and leave no descriptor open;
 - the records that the ranks have left, given to the code of ``qccl-bench explain``, name the rank that was struck.
 
 Whether a fault has struck inside a transfer is told by the records, too: the victim's, or those of the ranks that had
 transfers with it under way. The table says in how many cases of each kind it alone was named, it and others, others
 alone, and none. There is nothing to name where no call has failed, as where connections were cut and made again, or
-where a call was too slow for its deadline on a busy machine before the fault. The exit status is 1 where a rank hung or
-took wrong values for right, or where fewer than 95% of the ranks were named. ``--write`` makes
-docs/results/chaos-DATE.json, and the table of docs/howto/hangs.md.
+where a call was too slow for its deadline on a busy machine before the fault. The exit status is 1 where a rank did
+what it must not, or where fewer than 95% of the ranks were named. ``--write`` makes docs/results/chaos-DATE.json, and
+the table of docs/howto/hangs.md.
 
-The ranks are forks of this process, which has loaded no UCX, and waits for its children all the time: UCX takes a
-process that has ended, but was not waited for, to be alive.
+The ranks are forks of this process (forked_ranks.py): the import of PyTorch takes longer than a case.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import faulthandler
 import gc
+import importlib
 import json
-import os
 import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from chaos_calls import Array, Results, given, results
-from chaos_rank import FAULTS, Case, be_a_rank
+from chaos_rank import (
+    FAULTS,
+    HARMLESS,
+    REGROUPS,
+    STYLES,
+    UNCAUGHT,
+    Case,
+    be_a_newcomer,
+    be_a_rank,
+    faults_over,
+    styles_of,
+)
+from forked_ranks import Forks
 from plain_ranks import free_ports
 
 from qccl.bench.verdict import findings
@@ -51,124 +64,136 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "bench"))
 import runs  # noqa: E402 -- it is in that folder
 
+#: those of the results file, and gloo, which needs PyTorch
 TRANSPORTS = ("ucx", "ucx-tcp", "wan")
-SIZES = (3, 4)
+ALL_TRANSPORTS = (*TRANSPORTS, "gloo")
+SIZES = (2, 3, 4)
 #: of the calls, in seconds; and what else a case may take, mostly to start
 TIMEOUT, PATIENCE = 2.0, 30.0
 #: the part of the ranks that must be named
 NAMED = 0.95
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
 OUTCOMES = ("named", "among others", "wrongly named", "not named", "nothing to name")
 _UNNAMED = OUTCOMES[1:4]
 HEAD = ("fault", "struck", "cases", *OUTCOMES)
 
 
 class Group:
-    """The ranks of a case."""
+    """The ranks of a case; a process that joins them has the number ``case.size``."""
 
     def __init__(self, case: Case, arrays: list[Array], right: Results) -> None:
         self.case = case
         self.folder = Path(tempfile.mkdtemp(prefix="chaos."))
-        self.running: dict[int, int] = {}  # by rank, the process
-        self.statuses: dict[int, int] = {}
+        self.forks = Forks(self.folder)
+        self.numbers = list(range(case.size))
         self.hung: list[int] = []
-        self.stopped = 0.0
         self.limit = time.monotonic() + PATIENCE + 5 * case.timeout
         address = f"127.0.0.1:{free_ports(1)[0]}"
-        for rank in range(case.size):
-            self.running[rank] = self.fork(rank, address, arrays[rank], right)
-
-    def fork(self, rank: int, address: str, array: Array, right: Results) -> int:
-        if pid := os.fork():
-            return pid
-        status = 1
-        try:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped rank would stay when this program is killed
-            os.setpgid(0, 0)  # the end of the shell that started this program would continue a stopped process
-            os.dup2(os.open(self.folder / f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
-            faulthandler.enable()
-            be_a_rank(self.case, rank, self.folder, address, array, right)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
+        for rank in self.numbers:
+            self.forks.start(rank, partial(be_a_rank, case, rank, self.folder, address, arrays[rank], right))
 
     def advance(self) -> bool:
         """Do what is due; whether all processes have ended."""
-        for rank, pid in list(self.running.items()):
-            found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
-            if found and os.WIFSTOPPED(status):
-                self.stopped = time.monotonic()
-            elif found:
-                self.statuses[rank] = os.waitstatus_to_exitcode(status)
-                del self.running[rank]
-        now = time.monotonic()
-        if self.stopped and self.case.victim in self.running:
-            self.end_stop(now)
-        if now > self.limit and self.running:
-            self.hung += self.running
-            self.end()
-        return not self.running
+        self.forks.watch()
+        if self.case.victim in self.forks.stopped:
+            self.end_stop()
+        if self.case.style == "grows" and self.case.size not in self.numbers:
+            self.let_join()
+        if time.monotonic() > self.limit and self.forks.running:
+            self.hung += self.forks.running
+            self.forks.end()
+        return not self.forks.running
 
-    def end_stop(self, now: float) -> None:
-        victim = self.running[self.case.victim]
-        if self.case.fault == "stopped" and now > self.stopped + self.case.pause:
-            os.kill(victim, signal.SIGCONT)
-            self.stopped = 0.0
-        elif self.case.fault == "stopped for good" and len(self.running) == 1:
-            os.kill(victim, signal.SIGKILL)
-            self.stopped = 0.0
+    def end_stop(self) -> None:
+        case, since = self.case, self.forks.stopped[self.case.victim]
+        if case.fault == "stopped" and time.monotonic() > since + case.pause:
+            self.forks.signal(case.victim, signal.SIGCONT)
+        elif case.fault == "stopped for good" and len(self.forks.running) == 1:
+            self.forks.signal(case.victim, signal.SIGKILL)
 
-    def end(self) -> None:
-        """End the processes; their tracebacks are in their files."""
-        for pid in self.running.values():
-            for which in (signal.SIGCONT, signal.SIGABRT):
-                os.kill(pid, which)
-        time.sleep(0.5)
-        for rank, pid in list(self.running.items()):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            del self.running[rank]
+    def let_join(self) -> None:
+        """Start a process that joins, when a survivor has said where."""
+        if addresses := [what["address"] for what in self.said().values() if "address" in what]:
+            self.numbers.append(self.case.size)
+            self.forks.start(self.case.size, partial(be_a_newcomer, self.case, self.folder, addresses[0]))
 
     # -- what became of it
 
     def said(self) -> dict[int, dict[str, Any]]:
-        found: dict[int, dict[str, Any]] = {rank: {} for rank in range(self.case.size)}
-        for rank, what in found.items():
-            path = self.folder / f"{rank}.out"
-            for line in path.read_text().splitlines() if path.exists() else ():
+        found: dict[int, dict[str, Any]] = {number: {} for number in self.numbers}
+        for number, what in found.items():
+            path = self.folder / f"{number}.out"
+            text = path.read_text() if path.exists() else ""
+            for line in text[: text.rfind("\n") + 1].splitlines():
                 what.update(json.loads(line))
         return found
 
-    def wrongs(self, said: dict[int, dict[str, Any]]) -> Iterator[str]:
+    def wrongs(self, said: dict[int, dict[str, Any]], grace: float, notice: float) -> Iterator[str]:
         """What must not happen, whatever the fault."""
-        gone = {"killed": -signal.SIGKILL, "stopped for good": -signal.SIGKILL}
+        case = self.case
+        struck = said[case.victim].get("struck")
+        is_gone = case.fault in ("killed", "stopped for good") and struck is not None
+        if case.style == "grows" and case.size not in said:
+            yield "nobody could join"
         for rank, what in said.items():
-            status = self.statuses.get(rank)
-            is_gone = rank == self.case.victim and gone.get(self.case.fault) == status
+            status = self.forks.statuses[rank]
             if rank in self.hung:
                 yield f"rank {rank} hung"
-            elif "wrong" in what:
+                continue
+            if "wrong" in what:
                 yield f"rank {rank} took wrong values for right: {what['wrong']}"
-            elif status != 0 and not is_gone:
+            if re.search("terminate called|Fatal Python error", self.forks.errors(rank)):
+                yield f"rank {rank} aborted"
+            if rank == case.victim and is_gone and status == -signal.SIGKILL:
+                continue
+            if status != self.status_of(what):
                 yield f"rank {rank} ended with {status}"
-            elif not is_gone and "done" not in what and "error" not in what:
+            if "done" not in what and "error" not in what:
                 yield f"rank {rank} said nothing"
-            elif rank != self.case.victim and "error" in what and not re.search(r"\brank \d+", what["text"]):
-                yield f"rank {rank} raised an error that names no rank: {what['text']}"
+            if rank != case.victim and "error" in what:
+                yield from self.wrongs_of_error(rank, what, struck, notice)
+            if struck and self.seconds_to_end(rank, what, struck) > case.timeout + grace:
+                yield f"rank {rank} ended {self.seconds_to_end(rank, what, struck):.1f} s after the fault"
 
-    def verdict(self) -> dict[str, Any]:
+    def status_of(self, what: dict[str, Any]) -> int:
+        """The exit status of a process that has said so."""
+        if "error" not in what or self.case.style not in UNCAUGHT:
+            return 0
+        return -signal.SIGINT if what["error"] == "KeyboardInterrupt" else 1
+
+    def seconds_to_end(self, rank: int, what: dict[str, Any], struck: float) -> float:
+        """From the fault to the end of a rank that its error has ended; 0 where a rank had a reason to stay longer."""
+        case = self.case
+        stays = case.style in REGROUPS or case.fault in HARMLESS
+        stays |= rank == case.victim and case.fault not in ("raised", "interrupted")
+        return 0.0 if stays or "error" not in what else self.forks.ends[rank] - struck
+
+    def wrongs_of_error(self, rank: int, what: dict[str, Any], struck: float | None, notice: float) -> Iterator[str]:
+        """What is wrong with the error of a rank that was not struck, and with what followed it."""
+        case = self.case
+        if not what["is_ours"]:
+            yield f"rank {rank} raised {what['error']}"
+        if not re.search(r"\brank \d+", what["text"]):
+            yield f"rank {rank} raised an error that names no rank: {what['text']}"
+        if case.style not in REGROUPS:
+            return
+        if what["error"] != "PeerLost" or not re.search(rf"\brank {case.victim} was lost", what["text"]):
+            yield f"rank {rank} does not name the lost rank: {what['text']}"
+        if struck is None or what["at"] > struck + notice:
+            yield f"rank {rank} raised late: {what['at']}, after {struck}"
+        if what.get("descriptors"):
+            yield f"rank {rank} has {what['descriptors']} more descriptors"
+        if "done" not in what:
+            yield f"rank {rank} did not go on"
+
+    def verdict(self, grace: float, notice: float) -> dict[str, Any]:
         """The case, its outcome, and what was wrong."""
         case, said = self.case, self.said()
         records = {record.rank: record for record in map(read_record, (self.folder / "records").glob("*.json"))}
         found = findings(records) if records else []
         blamed = sorted({rank for each in found for rank in each.ranks})
-        wrong = list(self.wrongs(said))
-        is_struck = "struck" in said[case.victim]
-        if not is_struck or all("done" in what for rank, what in said.items() if rank != case.victim):
+        wrong = list(self.wrongs(said, grace, notice))
+        struck = said[case.victim].get("struck")
+        if not struck or not any("error" in what for rank, what in said.items() if rank != case.victim):
             outcome = "nothing to name"
         elif not blamed:
             outcome = "not named"
@@ -177,11 +202,20 @@ class Group:
         else:
             outcome = "wrongly named"
         result = {
-            **{"case": case.number, "transport": case.transport, "fault": case.fault, "size": case.size},
-            **{"victim": case.victim, "inside": is_inside(records, case.victim), "outcome": outcome, "wrong": wrong},
+            **{"case": case.number, "transport": case.transport, "fault": case.fault, "style": case.style},
+            **{
+                "size": case.size,
+                "victim": case.victim,
+                "inside": is_inside(records, case.victim),
+                "outcome": outcome,
+                "wrong": wrong,
+            },
+            "seconds to end": max(self.seconds_to_end(rank, what, struck) for rank, what in said.items())
+            if struck
+            else 0,
         }
         if wrong or outcome in _UNNAMED:
-            errors = {rank: (self.folder / f"{rank}.err").read_text()[-3000:] for rank in said}
+            errors = {rank: self.forks.errors(rank)[-3000:] for rank in said}
             sentences = [each.text for each in found]
             result |= {"said": said, "blamed": blamed, "sentences": sentences, "stderr": errors}
             result["records"] = {rank: record.as_dict() for rank, record in records.items()}
@@ -202,9 +236,12 @@ def run(of: argparse.Namespace) -> list[dict[str, Any]]:
     arrays = [given(rank) for rank in range(max(SIZES))]
     right = results(SIZES, arrays)
     gc.freeze()  # the end of a process need not look through all of it
-    transports = of.transports.split(",")
     numbers = range(of.first, of.first + of.cases)
-    waiting = (Case(n, of.seed, transports[n % len(transports)], of.timeout) for n in numbers)
+    transports = [of.transports[n % len(of.transports)] for n in numbers]
+    waiting = (
+        Case(number, of.seed, transport, of.timeout, of.faults, of.styles)
+        for number, transport in zip(numbers, transports, strict=True)
+    )
     groups: list[Group] = []
     found: list[dict[str, Any]] = []
     begin = shown = time.monotonic()
@@ -217,7 +254,7 @@ def run(of: argparse.Namespace) -> list[dict[str, Any]]:
             for group in groups[:]:
                 if group.advance():
                     groups.remove(group)
-                    found.append(group.verdict())
+                    found.append(group.verdict(of.grace, of.notice))
                     report(found[-1])
             if time.monotonic() > shown + 30:
                 shown = time.monotonic()
@@ -225,8 +262,7 @@ def run(of: argparse.Namespace) -> list[dict[str, Any]]:
             time.sleep(0.005)
     finally:
         for group in groups:
-            with suppress(OSError):
-                group.end()
+            group.forks.end()
 
 
 def report(found: dict[str, Any]) -> None:
@@ -255,6 +291,8 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
         **{"cases": len(found), "inside": sum(each["inside"] for each in found), "hangs": hangs},
         **{"wrong values": values, "other wrongs": len(texts) - hangs - values, "to name": to_name},
         **{outcome: outcomes[outcome] for outcome in ("named", *_UNNAMED)},
+        **{"styles": Counter(each["style"] for each in found)},
+        **{"seconds to end": round(max((each["seconds to end"] for each in found), default=0.0), 2)},
     }
 
 
@@ -287,18 +325,40 @@ def write(found: list[dict[str, Any]], of: argparse.Namespace, seconds: float) -
     runs.rewrite_table(str(ROOT / "docs" / "howto" / "hangs.md"), "python tests/support/chaos.py", table)
 
 
-def main() -> None:
-    """Run the cases and say what became of them."""
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--first", type=int, default=0, help="number of the first case, to repeat some")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="of the ranks' calls, in seconds")
-    parser.add_argument("--transports", default=",".join(TRANSPORTS), help="in turn, of " + ", ".join(TRANSPORTS))
+    parser.add_argument("--grace", type=float, default=5.0, help="seconds from the timeout to the end of a process")
+    parser.add_argument("--notice", type=float, default=2.0, help="seconds from a kill to the error over UCX")
+    lists = {"transports": ALL_TRANSPORTS, "faults": FAULTS, "styles": STYLES}
+    for name, allowed in lists.items():
+        parser.add_argument(f"--{name}", default=",".join(allowed), help="of " + ", ".join(allowed))
+    parser.set_defaults(transports=",".join(TRANSPORTS))
     parser.add_argument("--records", help="a file for the cases that were not as they should be, with all records")
     parser.add_argument("--write", action="store_true", help="write docs/results/chaos-DATE.json")
     of = parser.parse_args()
+    for name, allowed in lists.items():
+        setattr(of, name, getattr(of, name).split(","))
+        if unknown := [each for each in getattr(of, name) if each not in allowed]:
+            parser.error(f"--{name}: {unknown[0]!r} is not one of {', '.join(allowed)}")
+    for transport in of.transports:
+        faults = faults_over(transport, of.faults)
+        if not faults or not all(styles_of(transport, fault, of.styles) for fault in faults):
+            parser.error(f"--faults and --styles leave no case of a kind over {transport}")
+    if of.write and (of.transports, of.faults, of.styles) != (list(TRANSPORTS), list(FAULTS), list(STYLES)):
+        parser.error("--write is for the transports, faults and styles that are chosen by default")
+    return of
+
+
+def main() -> None:
+    """Run the cases and say what became of them."""
+    of = parsed()
+    if "gloo" in of.transports:
+        importlib.import_module("torch.distributed")
     begin = time.monotonic()
     found = sorted(run(of), key=lambda each: each["case"])
     runs.print_table(HEAD, cells(rows(found)))

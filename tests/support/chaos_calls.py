@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ Array = NDArray[np.float32]
 
 
 class Call(NamedTuple):
-    """A collective; ``count`` is that of its array, of which a shard is one of 3 or 4 equal parts."""
+    """A collective; ``count`` is that of its array, of which a shard is one of 2, 3 or 4 equal parts."""
 
     collective: str
     count: int
@@ -27,12 +28,14 @@ class Call(NamedTuple):
             return given[: self.count].copy()
         return np.zeros(self.count // size if self.collective == "reduce_scatter" else self.count, np.float32)
 
-    def make(self, comm: qccl.Communicator, given: Array, outs: list[Array]) -> None:
-        """Make it with this rank's array, once for each of ``outs``: several calls are under way at once."""
+    def make(self, comm: qccl.Communicator, given: Array, outs: list[Array], rest: float = 0) -> None:
+        """Make it with this rank's array, once for each of ``outs``: several are under way for ``rest`` seconds."""
         if len(outs) == 1:
             self._begin(comm, given, outs[0], async_op=False)
             return
-        for work in [self._begin(comm, given, out, async_op=True) for out in outs]:
+        works = [self._begin(comm, given, out, async_op=True) for out in outs]
+        time.sleep(rest)
+        for work in works:
             work.wait()
 
     def _begin(self, comm: qccl.Communicator, given: Array, out: Array, *, async_op: bool) -> Any:

@@ -11,14 +11,12 @@ which the ranks agree, with random bytes, half frames, mutated frames, and silen
 
 The last line is JSON: how often what has happened, and what was wrong. The exit status is 1 where something was.
 
-The ranks are forks of this process, which has loaded no UCX, and waits for its children all the time: UCX takes a
-process that has ended, but was not waited for, to be alive.
+The ranks are forks of this process (forked_ranks.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import gc
 import json
 import os
@@ -33,15 +31,17 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+from forked_ranks import Forks
 from plain_ranks import free_ports
 from strangers import knock_for_ever
 
 import qccl
 import qccl.transports.ucx
-from qccl.transports.sockets import host_and_port
+from qccl.transports.join_address import JoinAddress
 
 #: of the calls, and of shrink(); how long a rank that is stopped for good stays so at least
 TIMEOUT = 6.0
@@ -118,21 +118,21 @@ class Sums:
         self.count += 1
 
 
-def be_a_rank(number: int, folder: Path, connect: Callable[[], qccl.Communicator]) -> int:
-    """The exit status."""
+def be_a_rank(number: int, folder: Path, network: str, connect: Callable[[], qccl.Communicator]) -> None:
+    """In a process of its own, whose exit status says whether the others have left it out or not taken it in."""
+    os.environ |= {"OMP_NUM_THREADS": "1"} | ({"UCX_TLS": network} if network else {})
     sums = Sums(number, folder)
     try:
         comm = connect()
         comm.timeout = TIMEOUT  # a process that joins waits longer for the others
     except qccl.CollectiveTimeout as error:
         sums.say(error=str(error))
-        return NOT_TAKEN
+        sys.exit(NOT_TAKEN)
     try:
         sums.run(comm)
     except qccl.PeerLost as error:
         sums.say(error=str(error))
-        return LEFT_OUT if "without this one" in str(error) else 1
-    return 0
+        sys.exit(LEFT_OUT if "without this one" in str(error) else 1)
 
 
 def be_strangers(folder: Path, seed: int) -> None:
@@ -140,7 +140,7 @@ def be_strangers(folder: Path, seed: int) -> None:
 
     def places() -> list[tuple[str, int]]:
         with suppress(OSError, ValueError):
-            return [host_and_port(each) for each in json.loads((folder / "places").read_text())]
+            return [JoinAddress.of(each).place for each in json.loads((folder / "places").read_text())]
         return []
 
     def stay_silent() -> None:
@@ -182,7 +182,7 @@ class Chaos:
         self.chosen = random.Random(seed)
         self.folder = Path(tempfile.mkdtemp(prefix="chaos_ucx."))
         self.network = network
-        self.alive: dict[int, int] = {}  # number -> pid
+        self.ranks, self.strangers = Forks(self.folder), Forks(self.folder)
         self.stopped: set[int] = set()  # they were, at least for a moment
         self.killed: set[int] = set()
         self.expected_ends: dict[int, set[int]] = {}
@@ -194,30 +194,10 @@ class Chaos:
         self.events: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.next = 0
-        self.others: list[int] = []
-
-    def fork(self, work: Callable[[], int]) -> int:
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                os.setpgid(0, 0)  # the end of the shell that started this program would continue a stopped process
-                os.dup2(os.open(self.folder / "errors", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-                faulthandler.register(signal.SIGUSR1)
-                os.environ |= {"OMP_NUM_THREADS": "1"} | ({"UCX_TLS": self.network} if self.network else {})
-                status = work()
-                sys.stderr.flush()
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        return pid
 
     def start_rank(self, connect: Callable[[], qccl.Communicator]) -> int:
         number, self.next = self.next, self.next + 1
-        self.alive[number] = self.fork(lambda: be_a_rank(number, self.folder, connect))
+        self.ranks.start(number, partial(be_a_rank, number, self.folder, self.network, connect))
         return number
 
     def start(self, size: int) -> None:
@@ -225,26 +205,24 @@ class Chaos:
         for rank in range(size):
             self.start_rank(lambda rank=rank: qccl.init("host", TIMEOUT, rank=rank, size=size, address=address))
         for seed in range(2):
-            self.others.append(self.fork(lambda seed=seed: be_strangers(self.folder, seed) or 0))
+            self.strangers.start(-1 - seed, partial(be_strangers, self.folder, seed))
 
     # -- what the ranks do
 
     def watch(self) -> None:
         """Wait for processes that have ended, and read what ranks have said."""
-        for number, pid in list(self.alive.items()):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                self.listen(number)
-                del self.alive[number]
-                code = os.waitstatus_to_exitcode(status)
-                allowed = self.expected_ends.get(number, set()) | ({LEFT_OUT} if number in self.stopped else set())
-                if code not in allowed:
-                    self.wrong.append(f"rank {number} ended with {code}")
-                if code == LEFT_OUT:
-                    self.events["left out"] += 1
-        for number in self.alive:
+        for number in self.ranks.watch():
             self.listen(number)
-        places = json.dumps([self.addresses[number] for number in self.alive if number in self.addresses])
+            code = self.ranks.statuses[number]
+            allowed = self.expected_ends.get(number, set()) | ({LEFT_OUT} if number in self.stopped else set())
+            if code not in allowed:
+                self.wrong.append(f"rank {number} ended with {code}")
+            if code == LEFT_OUT:
+                self.events["left out"] += 1
+        for number in self.ranks.running:
+            self.listen(number)
+        self.wrong += [f"strangers ended: {self.strangers.errors(number)}" for number in self.strangers.watch()]
+        places = json.dumps([self.addresses[number] for number in self.ranks.running if number in self.addresses])
         (self.folder / "places.new").write_text(places)
         (self.folder / "places.new").replace(self.folder / "places")
 
@@ -276,14 +254,11 @@ class Chaos:
             self.watch()
             wanted = ranks()
             groups = [self.last.get(number, (-1, []))[1] for number in wanted]
-            if wanted and all(set(group) == wanted for group in groups) and not self.killed & self.alive.keys():
+            if wanted and all(set(group) == wanted for group in groups) and not self.killed & self.ranks.running.keys():
                 return True
             time.sleep(0.005)
         if not self.wrong:
             self.wrong.append(f"{what}: {sorted(ranks())} are in the groups {self.last}")
-            for number in ranks():  # they say where they are
-                self.signal(number, signal.SIGUSR1)
-            self.pause(1)
         return False
 
     def pause(self, seconds: float) -> None:
@@ -293,21 +268,19 @@ class Chaos:
             time.sleep(0.005)
 
     def running(self) -> set[int]:
-        return set(self.alive)
+        return set(self.ranks.running)
 
     # -- what happens to them
-
-    def signal(self, number: int, which: signal.Signals) -> None:
-        if number in self.alive:
-            os.kill(self.alive[number], which)
 
     def kill_rank(self, number: int) -> None:
         self.killed.add(number)
         self.expected_ends[number] = {-signal.SIGKILL}
-        self.signal(number, signal.SIGKILL)
+        self.ranks.signal(number, signal.SIGKILL)
 
     def kill(self) -> None:
-        victims = self.chosen.sample(sorted(self.alive), self.chosen.choice((1, 1, 2)) if len(self.alive) > 3 else 1)
+        victims = self.chosen.sample(
+            sorted(self.ranks.running), self.chosen.choice((1, 1, 2)) if len(self.ranks.running) > 3 else 1
+        )
         for victim in victims:
             self.kill_rank(victim)
             self.events["killed"] += 1
@@ -316,7 +289,7 @@ class Chaos:
         self.settle(lambda: self.running() - set(victims), "killed")
 
     def join(self) -> None:
-        address = self.addresses[self.chosen.choice(sorted(self.addresses.keys() & self.alive.keys()))]
+        address = self.addresses[self.chosen.choice(sorted(self.addresses.keys() & self.ranks.running.keys()))]
         new = self.start_rank(lambda: qccl.join(address, SETTLE))
         if self.chosen.random() < 0.2:
             self.pause(self.chosen.uniform(0, 0.8))
@@ -328,29 +301,29 @@ class Chaos:
             self.settle(self.running, "joined")
 
     def stop_for_a_moment(self) -> None:
-        victim = self.chosen.choice(sorted(self.alive))
+        victim = self.chosen.choice(sorted(self.ranks.running))
         self.stopped.add(victim)
-        self.signal(victim, signal.SIGSTOP)
+        self.ranks.signal(victim, signal.SIGSTOP)
         self.pause(self.chosen.uniform(0.01, 1.0))
-        self.signal(victim, signal.SIGCONT)
+        self.ranks.signal(victim, signal.SIGCONT)
         self.events["stopped for a moment"] += 1
         self.settle(self.running, "stopped for a moment")
 
     def stop_for_good(self) -> None:
-        victim = self.chosen.choice(sorted(self.alive))
+        victim = self.chosen.choice(sorted(self.ranks.running))
         self.expected_ends[victim] = {LEFT_OUT}
-        self.signal(victim, signal.SIGSTOP)
+        self.ranks.signal(victim, signal.SIGSTOP)
         self.settle(lambda: self.running() - {victim}, "stopped")
-        self.signal(victim, signal.SIGCONT)
+        self.ranks.signal(victim, signal.SIGCONT)
         self.events["stopped for good"] += 1
         end = time.monotonic() + SETTLE
-        while victim in self.alive and time.monotonic() < end:
+        while victim in self.ranks.running and time.monotonic() < end:
             self.pause(0.01)
-        if victim in self.alive:
+        if victim in self.ranks.running:
             self.wrong.append(f"rank {victim} was stopped, and did not end")
 
     def happen(self) -> None:
-        size = len(self.alive)
+        size = len(self.ranks.running)
         kinds = [self.stop_for_a_moment]
         if size > SMALLEST:
             kinds += [self.kill, self.kill, self.stop_for_good]
@@ -363,9 +336,8 @@ class Chaos:
         try:
             return self.events_for(seconds)
         finally:
-            for pid in (*self.alive.values(), *self.others):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+            self.ranks.end()
+            self.strangers.end()
 
     def events_for(self, seconds: float) -> dict[str, object]:
         begin = time.monotonic()
@@ -373,11 +345,13 @@ class Chaos:
         self.settle(self.running, "started")
         while not self.wrong and time.monotonic() < begin + seconds:
             self.happen()
-        while not self.wrong and len(self.alive) < SMALLEST:
+        while not self.wrong and len(self.ranks.running) < SMALLEST:
             self.join()
         lasted = time.monotonic() - begin
         self.end()
         calls = sum(int(each.read_text() or 0) for each in self.folder.glob("calls.*"))
+        if not self.wrong and not calls:
+            self.wrong.append("no stranger was heard")
         counts = {"groups": len(self.groups), "sums": sum(self.sums.values()), "calls of strangers": calls}
         return {
             "seconds": round(lasted),
@@ -389,14 +363,14 @@ class Chaos:
 
     def end(self) -> None:
         """All ranks end in order."""
-        for number in self.alive:
+        for number in self.ranks.running:
             self.expected_ends[number] = {0}
         (self.folder / "over").touch()
         deadline = time.monotonic() + SETTLE
-        while self.alive and time.monotonic() < deadline and not self.wrong:
+        while self.ranks.running and time.monotonic() < deadline and not self.wrong:
             self.pause(0.01)
-        if self.alive and not self.wrong:
-            self.wrong.append(f"ranks {sorted(self.alive)} did not end")
+        if self.ranks.running and not self.wrong:
+            self.wrong.append(f"ranks {sorted(self.ranks.running)} did not end")
 
 
 def main() -> None:
@@ -410,9 +384,9 @@ def main() -> None:
     gc.freeze()  # the end of a process need not look through all of it
     chaos = Chaos(given.seed, given.network)
     found = chaos.run(60 * given.minutes)
-    errors = chaos.folder / "errors"
-    if found["wrong"] and errors.exists():
-        print(errors.read_text()[-20_000:], file=sys.stderr)
+    if found["wrong"]:
+        for number in range(chaos.next):
+            print(f"rank {number}: {chaos.ranks.errors(number)[-5000:]}", file=sys.stderr)
     if not found["wrong"]:
         shutil.rmtree(chaos.folder)
     print(json.dumps(found), flush=True)

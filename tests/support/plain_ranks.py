@@ -31,6 +31,12 @@ def free_ports(count: int) -> list[int]:
     return list(found)
 
 
+def torch_variables(rank: int, size: int, port: int) -> dict[str, str]:
+    """torchrun's variables for a rank of one machine."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return {key: str(value) for key, value in (ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).items()}
+
+
 def start(arguments: list[str], variables: dict[str, str], *, fork: bool) -> int:
     """Start a rank, and return its process; in the fork 0, when its program has ended."""
     if not fork:
@@ -51,12 +57,11 @@ def main() -> int:
         arguments = arguments[2:]
         gc.freeze()  # so that the ranks' last collection of garbage need not visit these objects
     master_port, port = free_ports(2)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port), "QCCL_PORT": str(port)}
     left: dict[int, int] = {}
     stopped, worst = set(), 0
     for rank in range(int(size)):
-        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        pid = start(arguments, place | ranks, fork=fork)
+        variables = torch_variables(rank, int(size), master_port) | {"QCCL_PORT": str(port)}
+        pid = start(arguments, variables, fork=fork)
         if not pid:
             return 0
         left[pid] = rank

@@ -16,16 +16,14 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-from plain_ranks import free_ports
+from plain_ranks import free_ports, torch_variables
 
 
 def be_a_rank(rank: int, size: int, port: int, folder: Path) -> None:
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), number)
-    ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    settings = {"OMP_NUM_THREADS": 1, "QCCL_TRANSPORT": "gloo"}
-    os.environ |= {key: str(value) for key, value in (ranks | address | settings).items()}
+    settings = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "QCCL_TRANSPORT": "gloo"}
+    os.environ |= torch_variables(rank, size, port) | settings
     dist.init_process_group("gloo")
     for name in sys.argv[3:]:
         module, _, function = name.rpartition(".")

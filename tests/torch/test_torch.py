@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from torch_processes import run
-
-ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [
     pytest.mark.starts_first,
@@ -52,11 +46,3 @@ def test_a_process_ends_soon_after_a_rank_has_stopped(tmp_path, name):
     first, *_, last = run(tmp_path, 3, name)
     first.check(name)
     assert last.status == "stopped" and first.time - float(first.out.split()[0]) < 15
-
-
-def test_ranks_that_are_killed_stopped_or_interrupted():
-    """A few of the runs of lost_ranks.py, which says more."""
-    command = [sys.executable, str(ROOT / "tests" / "support" / "lost_ranks.py"), "--runs", "6", "--grace", "30"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -197,21 +197,6 @@ def test_next_groups(name, over):
     check(name, run(3, name, **NETWORKS[over]))
 
 
-def test_survivors_go_on_and_take_in_a_new_rank():
-    """A few of the runs of lost_ranks_ucx.py, with patience: this machine may be busy."""
-    arguments = ["--runs", "6", "--jobs", "2", "--notice", str(30 * patience.factor())]
-    command = [sys.executable, str(ROOT / "tests" / "support" / "lost_ranks_ucx.py"), *arguments]
-    ended = subprocess.run(
-        command,
-        env=os.environ | patience.environment() | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-
-
 def test_settings_of_the_environment_come_first(monkeypatch):
     monkeypatch.delenv("UCX_KEEPALIVE_INTERVAL", raising=False)
     assert dict(ucx._config(Network.towards(None)))["KEEPALIVE_INTERVAL"] == "1s"
