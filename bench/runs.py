@@ -229,9 +229,13 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def begun(path: Path, *, resume: bool) -> dict[str, Any]:
-    """The document to measure on: with ``resume`` that of the file, if there is one."""
-    found = read(path) if resume and path.exists() else {}
-    return found if "machine" in found else {"machine": machine(), "rows": []} | found
+    """The document to measure on: with ``resume`` that of the file, if there is one; it then names both commits."""
+    found, now = read(path) if resume and path.exists() else {}, machine()
+    if "machine" not in found:
+        return {"machine": now, "rows": []} | found
+    commits = found["machine"]["commit"].split(", ")
+    found["machine"]["commit"] = ", ".join(dict.fromkeys([*commits, now["commit"]]))
+    return found
 
 
 def store(path: Path, document: dict[str, Any]) -> None:
