@@ -6,6 +6,7 @@ environment of its own.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import time
@@ -74,6 +75,7 @@ def _torch_group() -> Any:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    atexit.register(dist.destroy_process_group)  # else gloo's threads may abort a process that ends
     return torch, dist
 
 
