@@ -16,13 +16,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
+import small_calls
 from runs import MARK, document_table, machine, print_table, rewrite_table, run_ranks
 
 import qccl
@@ -31,8 +29,9 @@ _ROOT = Path(__file__).parent.parent
 _SOURCES = ("engine/loop.cpp", "engine/run.cpp", "engine/steps.cpp", "host/operations.cpp", "host/threads.cpp")
 #: as the extension's Release build (CMakeLists.txt)
 _FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "-fstack-protector-strong", "-D_FORTIFY_SOURCE=2", "-pthread")
-_COUNT, _CALLS, _ROUNDS = 64, 1000, 41
-_COLUMNS = ("call of 64 elements", "takes", "its record", "at most", "its statistics", "at most")
+#: of small_calls.calls()
+_KINDS = ("all-reduce", "plan.run()")
+_COLUMNS = (f"call of {small_calls.COUNT} elements", "takes", "its record", "at most", "its statistics", "at most")
 
 
 @click.command()
@@ -78,24 +77,10 @@ def cells(row: dict[str, Any], found: dict[str, list[float]]) -> list[str]:
     return written
 
 
-def _calls(comm: qccl.Communicator) -> Iterator[tuple[str, Callable[[], object]]]:
-    x = np.zeros(_COUNT, np.float32)
-    yield "plan.run()", comm.plan("allreduce", _COUNT).bind(x).run
-    yield "all-reduce", lambda: comm.quantized_allreduce(x)
-
-
 def _as_rank() -> None:
-    rows = []
     with qccl.init("host") as comm:
-        for kind, call in _calls(comm):
-            times = []
-            for _ in range(1 + _ROUNDS):  # the first one prepares the calls
-                comm.barrier()
-                begin = time.perf_counter()
-                for _ in range(_CALLS):
-                    call()
-                times.append((time.perf_counter() - begin) / _CALLS * 1e6)
-            rows.append({"kind": kind, "us": statistics.median(times[1:])})
+        times = small_calls.measure(comm, (each for each in small_calls.calls(comm) if each[0] in _KINDS))
+        rows = [{"kind": each["kind"], "us": statistics.median(each["us"])} for each in times]
         if comm.rank == 0:
             print(MARK + json.dumps(rows), flush=True)
 

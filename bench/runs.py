@@ -229,17 +229,15 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def begun(path: Path, *, resume: bool) -> dict[str, Any]:
-    """The document to measure on: with ``resume`` that of the file, if there is one; it then names both commits."""
-    found, now = read(path) if resume and path.exists() else {}, machine()
-    if "machine" not in found:
-        return {"machine": now, "rows": []} | found
-    commits = found["machine"]["commit"].split(", ")
-    found["machine"]["commit"] = ", ".join(dict.fromkeys([*commits, now["commit"]]))
-    return found
+    """The document to measure on: with ``resume`` that of the file, if there is one."""
+    found = read(path) if resume and path.exists() else {}
+    return found if "machine" in found else {"machine": machine(), "rows": []} | found
 
 
 def store(path: Path, document: dict[str, Any]) -> None:
-    """Write a results file."""
+    """Write a results file, which names the commits of all runs that have stored something in it."""
+    commits = [*document["machine"]["commit"].split(", "), commit()]
+    document["machine"]["commit"] = ", ".join(dict.fromkeys(commits))
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

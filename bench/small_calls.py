@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import click
@@ -81,9 +81,14 @@ def calls(comm: qccl.Communicator) -> Iterator[tuple[str, int, Callable[[], obje
     yield f"{text}, coalesced", 1, lambda: comm.quantized_allreduce_coalesced(many)
 
 
-def measure(comm: qccl.Communicator) -> list[dict[str, Any]]:
-    """Microseconds of a call in each round, by kind; the rounds of the kinds take turns."""
-    every = list(calls(comm))
+def measure(
+    comm: qccl.Communicator, calls: Iterable[tuple[str, int, Callable[[], object]]]
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Microseconds of a call in each round, by kind; the rounds of the kinds take turns.
+
+    ``calls``: kinds, numbers of calls in a round, and the calls.
+    """
+    every = list(calls)
     times: dict[str, list[float]] = {kind: [] for kind, _, _ in every}
     for number in range(1 + _ROUNDS):
         for kind, repeats, call in every:
@@ -100,7 +105,7 @@ def measure(comm: qccl.Communicator) -> list[dict[str, Any]]:
 
 def _as_rank() -> None:
     with qccl.init("host") as comm:
-        rows = measure(comm)
+        rows = measure(comm, calls(comm))
         if comm.rank == 0:
             print(MARK + json.dumps(rows), flush=True)
 

@@ -62,7 +62,8 @@ def lossiest(codec: CodecLike) -> Codec:
 
 def checked_codec(codec: CodecLike) -> CodecLike:
     """A Codec, or "auto:CODEC" as text, so that calls find it fast. Raises CodecError."""
-    return f"auto:{lossiest(codec).spec()}" if is_auto(codec) else lossiest(codec)
+    found = lossiest(codec)
+    return f"auto:{found.spec()}" if is_auto(codec) else found
 
 
 def codec_text(codec: CodecLike) -> str:

@@ -30,9 +30,12 @@ def test_what_is_no_results_file_is_refused_and_left_alone(tmp_path: Path, conte
     assert path.read_bytes() == content
 
 
-def test_a_results_file_is_continued(tmp_path: Path):
+def test_a_results_file_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "results.json"
-    document = {"machine": {"cpu": "one"}, "rows": [{"ranks": 2}]}
-    runs.store(path, document)
+    document = {"machine": {"cpu": "one", "commit": "first"}, "rows": [{"ranks": 2}]}
+    for commit in ("first", "second", "second"):
+        monkeypatch.setattr(runs, "commit", lambda commit=commit: commit)
+        runs.store(path, document)
+    assert document["machine"]["commit"] == "first, second"
     assert runs.begun(path, resume=True) == document
     assert runs.begun(path, resume=False)["rows"] == []
