@@ -196,7 +196,7 @@ def _start(ranks: int, options: Options, screen: _Screen) -> int:
         raise click.UsageError(
             f"--link-per-rank: traffic inside a node would cross the links over {way.transport}; give --transport mpi"
         )
-    command = [sys.executable, "-m", "qccl.bench.worker", o.to_json()]
+    command = [sys.executable, "-P", "-m", "qccl.bench.worker", o.to_json()]
     if way.transport == "loopback":
         command.append(str(ranks))
     if remark := shared_processors(ranks):

@@ -48,7 +48,7 @@ class Switch:
             self.counters = Counters(len(network.sites), memory)
             task = json.dumps({**network.to_json(), "interfaces": list(interfaces), "counters": memory})
             self.process = subprocess.Popen(
-                ["ip", "netns", "exec", namespace, sys.executable, "-m", "qccl.bench.forwarder"],
+                ["ip", "netns", "exec", namespace, sys.executable, "-P", "-m", "qccl.bench.forwarder"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
