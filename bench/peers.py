@@ -65,8 +65,8 @@ CODECS = ("none", "cast", "cast:dtype=bfloat16", "trellis8", "minmax8", "minmax4
 _SYSTEMS = (*REQUIREMENTS, *(f"qccl {codec}" for codec in CODECS), "qccl low rank 4")
 #: seconds of calls that are timed in a block, and their least and greatest number
 _BLOCK_SECONDS, _FEWEST, _MOST = 0.5, 2, 100
-#: a system whose ranks need seconds before each call has fewer
-_CALLS_OF = {"hivemind uniform8": 2}
+#: a system that needs seconds before each call, or a tenth of a second for any, has fewer
+_CALLS_OF = {"hivemind uniform8": 2} | {system: 10 for system, needed in REQUIREMENTS.items() if needed == _PCCL}
 #: seconds for connecting, for the calls of a size, and until the survivors of a killed rank have ended
 _START_SECONDS, _SLOWEST, _SURVIVORS_SECONDS = 90.0, 30.0, 60.0
 #: elements of the calls in which a rank is killed
