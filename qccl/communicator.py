@@ -487,7 +487,7 @@ class Communicator(Collectives):
 
     @guarded
     def close(self) -> None:
-        """Collective: release the group, after the last call on every rank. A second call does nothing."""
+        """Release the group, after the last call on every rank. A second call does nothing."""
         self._session.check_thread()
         self._programs.clear()
         self._session.close()
