@@ -23,6 +23,8 @@ _FROM_NBYTES, _BELOW = 64 << 10, "10gbit"
 _SAME = 1.05
 #: errors below this are rounding of float32
 _ROUNDING = 1e-6
+#: of the other systems in the figure; with ten colours in turn each looks different
+_MARKERS = "sv^DPX*<>hdp8"
 _ENDS = {
     "waits": "wait for more than a minute",
     "raised": "raise an error after {seconds:.1f} s",
@@ -164,6 +166,7 @@ def draw(document: Document, path: Path) -> None:
     """Time over error of the largest calls: one chart for each network, with most ranks."""
     count, ranks = (max(row[key] for row in document["rows"]) for key in ("count", "ranks"))
     networks = [network for network, number in _places(document) if number == ranks]
+    networks.sort(key=lambda network: (parse_rate(network.split()[0]).rate, network))
     figure = Figure(figsize=(4.2 * len(networks), 4.4), layout="constrained")
     others = [system for system in _systems(document) if not system.startswith("qccl")]
     for axes, network in zip(figure.subplots(1, len(networks), squeeze=False)[0], networks, strict=True):
@@ -180,7 +183,7 @@ def draw(document: Document, path: Path) -> None:
         for row in rows:
             if row["system"] in others:
                 number = others.index(row["system"])
-                style = {"marker": "sv^DPX*<>h"[number % 10], "color": f"C{number}", "linestyle": ""}
+                style = {"marker": _MARKERS[number % len(_MARKERS)], "color": f"C{number}", "linestyle": ""}
                 axes.plot([row["error"]], [row["seconds"] * 1e3], label=row["system"], **style)
         axes.set(xscale="log", yscale="log", xlabel="relative L2 error", ylabel="ms a call", title=network)
         for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
