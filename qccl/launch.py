@@ -30,7 +30,7 @@ from qccl.meetings import (
 )
 from qccl.transports.choice import TRUSTED_NETWORK, Offer
 from qccl.transports.join_address import JoinAddress
-from qccl.transports.secret import is_insecure
+from qccl.transports.secret import is_insecure, token_key
 from qccl.transports.sockets import host_and_port, place_text
 from qccl.transports.strangers import printable
 
@@ -59,9 +59,9 @@ def init(
 ) -> Communicator:
     """The communicator of all ranks that the launcher started (one rank, if none did).
 
-    On the host the transport is MPI if the program runs under it; otherwise wan, which encrypts, on several machines
-    with a token (QCCL_TOKEN_FILE); otherwise UCX, or else PyTorch's gloo. The logger "qccl" says at level INFO which
-    one, and why.
+    On the host the transport is wan, which encrypts, on several machines with a token (QCCL_TOKEN_FILE); otherwise MPI
+    if the program runs under it and has no token; otherwise UCX, or else PyTorch's gloo. The logger "qccl" says at
+    level INFO which one, and why.
 
     Args:
         backend: "host", "cuda", or "auto": CUDA where it can be used and each machine has a GPU for each of its ranks,
@@ -202,10 +202,15 @@ def _find_meeting(launcher: Launcher | None, wanted: str | None) -> Meeting | No
 
 
 def has_mpi(launcher: Launcher, wanted: str | None) -> bool:
-    """Whether MPI carries the bytes: it is ``wanted``, or mpi4py is there and the launcher is one of MPI's."""
+    """Whether MPI carries the bytes: it is ``wanted``, or mpi4py is there and the launcher is one of MPI's.
+
+    With a token it must be wanted, because MPI does not encrypt, unless QCCL_INSECURE says that nothing need be.
+    """
     if wanted:
         return wanted == "mpi"
     if launcher.name in ("torchrun", "Kubernetes") or (launcher.name == "srun" and "MASTER_ADDR" in os.environ):
+        return False
+    if token_key() is not None and not is_insecure():
         return False
     return importlib.util.find_spec("mpi4py") is not None
 

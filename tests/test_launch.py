@@ -20,7 +20,7 @@ import qccl
 from qccl import launchers
 from qccl.costs.group import GroupProfile
 from qccl.errors import ArgumentError
-from qccl.launch import _profile
+from qccl.launch import _profile, has_mpi
 
 pytestmark = pytest.mark.starts_first
 
@@ -273,6 +273,23 @@ def test_srun_is_told_what_the_library_needs(library, advice, environ, monkeypat
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", module)
     launcher = launchers.detect(environ)
     assert launchers.is_of_srun(launcher, environ) and advice in launchers.remedy(launcher, environ)
+
+
+@pytest.mark.mpi
+@needs("mpi4py")
+@pytest.mark.parametrize(
+    ("settings", "wanted", "uses"),
+    [
+        ({}, None, True),
+        ({"QCCL_TOKEN": "a token for tests only"}, None, False),
+        ({"QCCL_TOKEN": "a token for tests only", "QCCL_INSECURE": "1"}, None, True),
+        ({"QCCL_TOKEN": "a token for tests only"}, "mpi", True),
+    ],
+)
+def test_a_token_asks_for_encryption_which_mpi_has_not(settings, wanted, uses, monkeypatch):
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    assert has_mpi(launchers.detect(MPICH_4), wanted) is uses
 
 
 def test_mpiexec_in_an_allocation_of_slurm_is_not_srun():
