@@ -16,7 +16,7 @@ Each message says what was given, what is allowed, and what to do. Authors of co
 from __future__ import annotations
 
 __all__ = ["ArgumentError", "CodecError", "CollectiveTimeout", "EngineError", "InvalidBufferError", "MismatchError"]
-__all__ += ["PeerLost", "QcclError", "failure_text", "forked", "gave_up"]
+__all__ += ["PeerLost", "QcclError", "described", "failure_text", "forked", "gave_up"]
 
 
 class QcclError(Exception):
@@ -65,12 +65,17 @@ def gave_up(rank: int, error: BaseException) -> QcclError:
 
 
 def failure_text(rank: int, error: BaseException) -> str:
-    """The message to the other ranks about an exception of ``rank``, even if its ``str()`` fails."""
+    """The message to the other ranks about an exception of ``rank``."""
+    return f"rank {rank} gave up: {described(error)}"
+
+
+def described(error: BaseException) -> str:
+    """An exception's type and text, even if its ``str()`` fails."""
     try:
         text = str(error)
     except Exception:
         text = "<its str() failed>"
-    return f"rank {rank} gave up: {type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text}"
 
 
 def forked(rank: int) -> str:

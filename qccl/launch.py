@@ -326,7 +326,7 @@ def _too_few(ranks: int) -> str:
 
 def _note(must: bool, reason: str) -> bytes:
     """What a rank brings: whether it was asked for GPUs, and what keeps it from one."""
-    return (b"!" if must else b"?") + reason.encode()
+    return (b"!" if must else b"?") + reason.encode(errors="backslashreplace")
 
 
 def _verdict(notes: Sequence[bytes]) -> tuple[bytes, str]:

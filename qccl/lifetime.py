@@ -13,6 +13,7 @@ them. Objects that a registry keeps alive in the parent are kept alive in the ch
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import weakref
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator, MutableSet
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Registry", "Stage", "at_exit", "keep", "unhandled"]
+__all__ = ["Registry", "Stage", "at_exit", "keep", "members", "unhandled"]
 
 _T = TypeVar("_T")
 
@@ -72,6 +73,13 @@ def unhandled() -> BaseException | None:
     return error if error.__traceback__.tb_frame.f_back is None else None
 
 
+def members(objects: MutableSet[_T]) -> list[_T]:
+    """The objects of a set. Other threads may change it meanwhile, where the iterator of a WeakSet raises an error."""
+    while True:
+        with contextlib.suppress(RuntimeError):
+            return list(objects)
+
+
 class Registry(Generic[_T]):
     """The objects of one kind that must do something at the end of the process, or in a child of os.fork()."""
 
@@ -95,7 +103,7 @@ class Registry(Generic[_T]):
 
     def __iter__(self) -> Iterator[_T]:
         """The objects that this process has made; further ones may be added meanwhile."""
-        return iter(list(self._own))
+        return iter(members(self._own))
 
     def __len__(self) -> int:
         return len(self._own)

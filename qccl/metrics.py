@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from qccl.engine.tallies import CallStats
 from qccl.errors import ArgumentError
-from qccl.lifetime import Registry
+from qccl.lifetime import Registry, members
 from qccl.statistics import Statistics
 from qccl.transports.sockets import Place, host_and_port, place_text
 
@@ -176,7 +176,7 @@ class Endpoint:
 
     def lines(self) -> Iterator[str]:
         """The answer, in Prometheus' text format."""
-        groups = sorted(self._groups, key=lambda each: (each.group, each.rank))
+        groups = sorted(members(self._groups), key=lambda each: (each.group, each.rank))
         totals = [(group, call) for group in groups for call in group.totals()]
         yield f"# HELP {GROUP_SIZE} Ranks of the group."
         yield f"# TYPE {GROUP_SIZE} gauge"

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,6 +88,8 @@ class GroupRecord:
             raise ArgumentError(f"this is no record of a rank ({error})") from error
         if not 0 <= record.rank < record.size <= _MOST_RANKS:
             raise ArgumentError(f"this is no record of a rank (rank {record.rank} of {record.size})")
+        if any(call.sequence >= later.sequence for call, later in pairwise(calls)):
+            raise ArgumentError("this is no record of a rank (its calls are not in the order of their numbers)")
         return record
 
 

@@ -6,6 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from changing_sets import changed_while_read
+
+from qccl.lifetime import Registry
 
 
 def printed(program: str) -> list[str]:
@@ -110,3 +113,22 @@ else:
         *(*freed, "discarded", "leaves new"),  # and then the child ends, with nothing to do
         "leaves old",
     ]
+
+
+class Thing:
+    pass
+
+
+def test_another_thread_may_add_objects_meanwhile():
+    """As where the handler of a signal goes through all communicators while a thread makes one."""
+    registry, things = Registry[Thing](), []
+
+    def add() -> None:
+        things.append(Thing())
+        registry.add(things[-1])
+
+    for _ in range(3):
+        add()
+    with changed_while_read(add):
+        found = list(registry)
+    assert set(things[:3]) <= set(found) <= set(things)

@@ -13,6 +13,7 @@ import urllib.request
 
 import numpy as np
 import pytest
+from changing_sets import changed_while_read
 
 import qccl
 from qccl import metrics
@@ -177,6 +178,21 @@ def test_a_child_of_a_fork_leaves_the_port_to_the_parent(endpoint):
             os._exit(1 if endpoint.is_open or endpoint._listener.fileno() != -1 else 0)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    parsed(get(endpoint.port))
+
+
+def test_groups_may_be_made_while_others_are_shown(endpoint):
+    others = []
+
+    def another():
+        others.append(Statistics(1, 2, f"group {len(others)}", Tallies(are_timed=False)))
+        endpoint.add(others[-1])
+
+    with changed_while_read(another):
+        lines = list(endpoint.lines())
+    assert any("of one" in line for line in lines)
+    for each in others:
+        endpoint.remove(each)
     parsed(get(endpoint.port))
 
 

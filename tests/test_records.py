@@ -26,6 +26,7 @@ CALL = CallRecord(
     *(7, 6, "allreduce(count=10)", "under way", 5.0),
     **{"send_nbytes": 20, "receive_nbytes": 30, "missing": (1,), "transfers": (TransferRecord(True, 1, 20, 6.0),)},
 )
+EARLIER = dataclasses.replace(CALL, sequence=6)
 RECORD = GroupRecord("group 0", 0, 2, "host", 3, "why", 9.0, (CALL,))
 
 
@@ -193,6 +194,10 @@ HOSTILE = [
         changed_call(ended=math.inf),
     ),
     *(changed_call(begun=float("inf")), changed_call(still=float("nan")), changed_call(sequence=10**30)),
+    *(
+        changed(calls=2 * [dataclasses.asdict(CALL)]),
+        changed(calls=[dataclasses.asdict(each) for each in (CALL, EARLIER)]),
+    ),
     *(changed_call(missing=[True]), changed_call(missing=[-1]), changed_call(missing=[10**400])),
 ]
 

@@ -92,6 +92,8 @@ class Profile:
             given = json.loads(text)["profile"]
             constants = Constants(**{name: positive(value) for name, value in given["constants"].items()})
             speeds = {name: (positive(encode), positive(decode)) for name, (encode, decode) in given["speeds"].items()}
+            if not all(map(str.isprintable, speeds)):  # they are shown
+                raise ValueError("a name of a codec has characters that control a terminal")
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"the file has no profile ({type(error).__name__}: {error}); give one that qccl-bench simulate --json "

@@ -175,7 +175,7 @@ class GroupProfile:
             raise ValueError(f"its version is {given['qccl profile']!r}, and this is {_VERSION}")
         nodes, transport, hardware = tuple(map(_natural, given["nodes"])), given["transport"], given.get("hardware", "")
         times: dict[Kind, dict[Label, Curve]] = {}
-        if not isinstance(transport, str) or not isinstance(hardware, str):
+        if not all(isinstance(text, str) and text.isprintable() for text in (transport, hardware)):
             raise TypeError(f"its transport is {transport!r} and its hardware {hardware!r}, but both must be texts")
         for each in given["curves"]:
             collective, dtype, codec, used, way, density, points = (each[key] for key in _KEYS)

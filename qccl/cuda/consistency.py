@@ -29,7 +29,8 @@ class Consistency:
         if size == 1:
             return ""
         mine = header.pack()
-        notes = self._group.allgather(_CANNOT + refusal.encode() if refusal else _CAN + mine, timeout)
+        cannot = _CANNOT + refusal.encode(errors="backslashreplace")  # it may contain a file name that is not UTF-8
+        notes = self._group.allgather(cannot if refusal else _CAN + mine, timeout)
         for peer, note in enumerate(notes):
             if note.startswith(_CANNOT):
                 return f"rank {peer} cannot make this call, so no rank makes it: {printable(note[len(_CANNOT) :])}"

@@ -231,16 +231,17 @@ def _by_interface(array: Any) -> tuple[_View | None, str]:
         return None, str(error)
     if interface.get("mask") is not None:
         return None, "it has a mask"
-    shape = tuple(interface["shape"])
+    shape, typestr = tuple(interface["shape"]), interface["typestr"]
     address, readonly = interface["data"]
-    itemsize = int(interface["typestr"][2:])
-    strides = interface.get("strides")
+    strides = interface.get("strides") if typestr in _ELEMENTS else None  # other types are refused by their names
     if strides is None:
         elements = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     else:
-        elements = tuple(s // itemsize for s in strides)
-    name = _ELEMENTS.get(interface["typestr"], interface["typestr"])
-    return _View(address, shape, elements, name, readonly), ""
+        itemsize = int(typestr[2:])
+        if any(stride % itemsize for stride in strides):  # as of a field of a packed structure
+            return None, f"its strides, {strides} bytes, are no multiples of the {itemsize} bytes of an element"
+        elements = tuple(stride // itemsize for stride in strides)
+    return _View(address, shape, elements, _ELEMENTS.get(typestr, typestr), readonly), ""
 
 
 def _is_cupy(array: Any) -> bool:

@@ -94,7 +94,7 @@ def agreed_id(rank: int, gather: Callable[[bytes], Sequence[bytes]], reason: str
             found = get_unique_id()
         except Exception as error:
             reason, own = str(error) or type(error).__name__, error
-    note = b"-" + reason.encode() if reason else b"+" + found
+    note = b"-" + reason.encode(errors="backslashreplace") if reason else b"+" + found
     notes = gather(note[:_NOTE_NBYTES].ljust(_NOTE_NBYTES, b"\0"))
     if own is not None:
         raise own
@@ -287,7 +287,7 @@ class NcclTransport(DeviceTransport):
             memory = self.allocate(RESERVED_NBYTES)
         except Exception as error:  # whatever it is, the other ranks wait for an answer
             reason = str(error) or type(error).__name__
-        reasons = self.allgather(reason.encode(), self._timeout)
+        reasons = self.allgather(reason.encode(errors="backslashreplace"), self._timeout)
         for rank, each in enumerate(reasons):
             if each:
                 text = "the workspace is not registered with NCCL: rank %d: %s"

@@ -25,7 +25,7 @@ from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from qccl.errors import ArgumentError
+from qccl.errors import ArgumentError, described
 from qccl.lifetime import Stage, at_exit
 
 __all__ = ["call_on_host"]
@@ -202,7 +202,7 @@ def _handle(at: Any) -> int | None:
     try:
         _run(frame)
     except BaseException as error:  # Ctrl-C, too: nothing can be raised through XLA
-        text = f"{type(error).__name__}: {error}".encode()
+        text = described(error).encode(errors="backslashreplace")  # an exception here would be a success for XLA
         arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, text, _INTERNAL)
         created: int = frame.api.contents.create_error(ctypes.addressof(arguments))
         return created

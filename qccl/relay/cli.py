@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import resource
 import signal
 import sys
@@ -70,7 +71,7 @@ def main(
         if show_key:
             return click.echo(key_text(jobs[0].key))
         for name, value in (("--idle", idle), ("--job-mbit", job_mbit)):
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < math.inf:
                 raise ArgumentError(f"{name} {value} is not a positive number")
         limits = Limits(_allow(connections), job_connections, idle, None if job_mbit is None else job_mbit * _MBIT)
         relay = Relay(listen(*_place(place)), jobs, limits)

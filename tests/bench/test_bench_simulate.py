@@ -220,6 +220,7 @@ def test_errors_say_what_is_allowed(arguments: list[str], message: str) -> None:
         '{"profile": {"constants": {}, "speeds": {"minmax8": [1]}}}',
         '{"profile": {"constants": {}, "speeds": {"minmax8": [1, true]}}}',
         '{"profile": {"constants": {}, "speeds": []}}',
+        '{"profile": {"constants": {}, "speeds": {"\\u001b[2J": [1, 1]}}}',
         '{"profile": {"constants": {"latency": 1' + "0" * 400 + '}, "speeds": {}}}',
         "[" * 100_000,
     ],

@@ -163,6 +163,7 @@ HOSTILE = {
     "a bool": changed("nodes", [True]),
     "hardware": changed("hardware", 3),
     "transport": changed("transport", 3),
+    "a transport that controls a terminal": changed("transport", "\x1b[2J"),
     "curves": changed("curves", 3),
     "no points": changed("points", []),
     "points": changed("points", [[1, 2, 3]]),

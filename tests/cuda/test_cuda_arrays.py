@@ -144,7 +144,9 @@ def test_arrays_that_are_refused(world, cupy):
             (Interface(x, mask=object()), "mask"),
             (Interface(x, data=(x.data.ptr, True)), "read-only"),
             (Interface(x, strides=(8,)), "not contiguous"),
+            (Interface(x, strides=(6,), shape=(50,)), "no multiples of the 4 bytes"),
             (Interface(x, typestr="<f8"), "<f8"),
+            (Interface(x, typestr="<M8[ns]", strides=(8,)), "element type <M8"),
             (Interface(x, shape=(10_000_000,)), "allocation"),
             (Interface(x, data=(host.ctypes.data, False)), "host memory"),
         ):

@@ -22,6 +22,7 @@ import qccl
 from qccl import launch, meetings
 from qccl.cuda import libraries
 from qccl.cuda import run as run_module
+from qccl.engine.control import Header, Kind
 from qccl.transports import rendezvous
 
 # -- groups and ways to make one -------------------------------------------------------------------------------------
@@ -190,6 +191,20 @@ def test_no_rank_waits_where_rank_0_can_make_no_id(way, cupy, monkeypatch):
         (first, code), (second, _) = pool.map(run, range(2))
     assert "NCCL_ERROR_2" in first and code == 2
     assert second.startswith("rank 0: ") and "NCCL_ERROR_2" in second
+
+
+def test_no_rank_waits_for_a_reason_that_is_not_utf_8():
+    """It may contain the name of a file. A rank that could not send it would leave the others waiting."""
+    from qccl.cuda.consistency import Consistency
+    from qccl.cuda.nccl import agreed_id
+
+    reason, shown = "no library in caf\udce9", r"no library in caf\udce9"
+    with pytest.raises(qccl.EngineError) as caught:
+        agreed_id(0, lambda note: [note], reason)
+    assert str(caught.value) == f"rank 0: {shown}"
+    group = SimpleNamespace(rank=0, size=2, allgather=lambda note, timeout: [note, note])
+    assert Consistency(group).compare(Header(Kind.CALL, 0, "barrier"), 1.0, reason).endswith(shown)
+    assert launch._note(True, reason) == b"!" + shown.encode()
 
 
 def test_bad_ids(cupy):

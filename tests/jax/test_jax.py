@@ -248,6 +248,36 @@ def test_an_error_of_the_call_comes_as_it_is():
     qccl.run_ranks(2, run, timeout=30)
 
 
+WITHOUT_TEXT = """
+import os, sys, jax, jax.numpy as jnp
+from qccl.jax.host_call import call_on_host
+
+class NoText(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+errors = {"NoText": NoText(), "ValueError": ValueError("caf\\udce9")}
+
+def fail(inputs, outputs):
+    raise errors[sys.argv[1]]
+
+try:
+    print(jax.jit(lambda x: call_on_host(fail, [x]))(jnp.ones(3)), flush=True)
+except jax.errors.JaxRuntimeError as error:
+    print("raised", f"{sys.argv[1]}: " in str(error), flush=True)
+os._exit(0)  # at its end the process would raise the error again
+"""
+
+
+@pytest.mark.parametrize("name", ["NoText", "ValueError"])
+def test_an_error_whose_text_cannot_be_had(name):
+    """XLA hears of it: otherwise it would take what is in the memory for the result."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WITHOUT_TEXT, name]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    assert ended.stdout == "raised True\n", ended.stdout + ended.stderr
+
+
 SEVERAL_DEVICES = """
 import jax, numpy as np, pytest, qccl, qccl.jax
 from jax.experimental.layout import Format, Layout

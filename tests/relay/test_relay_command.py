@@ -57,6 +57,8 @@ def test_the_key_of_a_token():
         (["--listen", "here"], "is not an address with a port"),
         (["--idle", "0"], "is not a positive number"),
         (["--job-mbit", "-1"], "is not a positive number"),
+        (["--job-mbit", "inf"], "is not a positive number"),
+        (["--idle", "nan"], "is not a positive number"),
         (["--connections", "1"], "is not in the range"),
     ],
 )
