@@ -2,8 +2,9 @@
 
 All ranks make the same calls, on memory of their own. What is called next depends only on times on which the ranks have
 agreed: each rank gets those of all ranks, exactly, and takes their mean. So each rank measures the same, and gets the
-same profile. It is the mean because ranks begin a call at different times: with two ranks, one waits longer by what the
-other waits less.
+same profile. Sums of times are exact, by math.fsum: the result of sum() depends on the version of Python, which may
+differ between ranks. It is the mean because ranks begin a call at different times: with two ranks, one waits longer by
+what the other waits less.
 
 The sizes are chosen by what is unknown. At first a small call and larger ones are timed, as large as time permits. Then
 sizes between two others follow, where two ways to make the call may be equally fast: only there an exact time matters.
@@ -174,7 +175,7 @@ class _Measurement:
             return refusal
         self._limit = min(_LIMIT, permitted)
         self._time_calls(_LEAST, self._going, first)
-        together = sum(samples[self._whole(_LEAST)][0] for samples in self._samples.values())
+        together = math.fsum(samples[self._whole(_LEAST)][0] for samples in self._samples.values())
         if refusal := self._refusal(2 * together, permitted):
             return refusal
         second = min(self._most, _LEAST * (_LONG_STEP if together > _LONG else _STEP))
@@ -211,7 +212,7 @@ class _Measurement:
             for call in calls:  # the timed one meets no fresh memory
                 call()
         found = [[each] for each in self._agree([seconds(call, 1) for call in calls])]
-        together = sum(each for [each] in found)
+        together = math.fsum(each for [each] in found)
         if together <= _LONG:
             burst = _BURST if together <= _SHORT else 1
             left = max(0.0, min(_SLICE * burst, self._limit - self._elapsed))
@@ -359,7 +360,7 @@ class _Measurement:
 
     def _has_time(self, count: int, labels: Sequence[Label], times: int = 1, part: float = 1.0) -> bool:
         """Whether the calls can be made so many times within a part of the time."""
-        needed = sum(self._prediction().seconds(label, count) for label in labels)
+        needed = math.fsum(self._prediction().seconds(label, count) for label in labels)
         return bool(labels) and self._elapsed + times * needed < part * self._limit
 
     def _rivals(self, factor: float, *counts: int) -> list[Label]:

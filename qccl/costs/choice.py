@@ -17,6 +17,7 @@ The result depends on the arguments alone. A larger budget never gives a layer a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
@@ -203,7 +204,7 @@ class _Sequence:
         moves: list[tuple[int, int]] = []
         while chosen:
             groups = self._groups(chosen)[::-1]
-            rests = accumulate(sum(self._costs[i][chosen[i]] for i in group) for group, _ in groups)
+            rests = accumulate(math.fsum(self._costs[i][chosen[i]] for i in group) for group, _ in groups)
             ends = [start + rest for (_, start), rest in zip(groups, rests, strict=True)]
             waiting = [i for group, _ in groups[: ends.index(max(ends)) + 1] for i in group]
             for i in nlargest(1 + len(chosen) // _LAYERS, waiting, key=lambda layer: best[layer][0]):
