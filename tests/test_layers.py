@@ -104,7 +104,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parameters": {"arrays", "errors", "scalars"},
     "tiles": set(),
     "dct": {"parameters"},
-    "outer_step": {"errors", "parameters", "tiles", "work"},
+    "outer_step": {"errors", "parameters", "scalars", "tiles", "work"},
     "diloco": {
         *("arguments", "arrays", "codecs", "collectives", "communicator", "errors", "parameters", "scalars", "state"),
         *("outer_step", "tiles"),
