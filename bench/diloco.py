@@ -29,7 +29,7 @@ from typing import Any
 
 import click
 import numpy as np
-from runs import MARK, document_table, machine, print_table, rewrite_table, run_ranks
+from runs import document_table, machine, print_table, report, rewrite_table, run_ranks
 from training_rank import EXAMPLES, POSITIONS, sent_nbytes_behind
 from training_report import MODELS, network_of
 from without_ddp import local_recipe, outer_of, replayed_local_step
@@ -113,7 +113,7 @@ def _as_rank(task: dict[str, Any]) -> None:
         found = {"curve": _train, "step": _time}[task["measure"]](task, comm)
         comm.barrier()
     if comm.rank == 0:
-        print(MARK + json.dumps([found]), flush=True)
+        report([found])
 
 
 def _method(task: dict[str, Any]) -> str:

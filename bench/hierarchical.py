@@ -23,7 +23,7 @@ from typing import Any
 import click
 import numpy as np
 from host import cpu_seconds, medians, plain, spread, turns
-from runs import MARK, machine, print_table, run_ranks, run_undisturbed, save
+from runs import machine, print_table, report, run_ranks, run_undisturbed, save
 
 import qccl
 from qccl.bench.bulk import Bulk
@@ -131,7 +131,7 @@ def rank(task: dict[str, Any]) -> None:
             found[layout][mode] = {"time": times[side], "bulk": times[f"{side} bulk"]} | costs
         if comm.rank == 0:
             kept = {key: times[key] for key in (*_MPI.values(), *_DEFAULT.values(), *_COMPRESS, "blocks")}
-            print(MARK + json.dumps([{"ranks": comm.size, "sides": found} | kept]), flush=True)
+            report([{"ranks": comm.size, "sides": found} | kept])
 
 
 def _backward_passes(

@@ -22,7 +22,7 @@ from typing import Any
 
 import click
 import numpy as np
-from runs import MARK, machine, print_table, run_ranks, run_undisturbed, save
+from runs import machine, print_table, report, run_ranks, run_undisturbed, save
 
 import qccl
 from qccl.bench.bulk import Bulk
@@ -156,7 +156,7 @@ def rank(task: dict[str, Any]) -> None:
         found = measure(comms, x, np.empty_like(x), task)
         if number == 0:
             rows = [{"ranks": size, "transport": name} | found[name] for name in comms]
-            print(MARK + json.dumps(rows), flush=True)
+            report(rows)
 
 
 def _bound(comm: qccl.Communicator, x: Any, y: Any, task: dict[str, Any]) -> qccl.Plan:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from runs import MARK, document_table, machine, print_table, rewrite_table, run_ranks
+from runs import document_table, machine, print_table, report, rewrite_table, run_ranks
 
 from qccl.bench.lab import Lab, shaped_nbytes
 from qccl.bench.sizes import parse_link
@@ -85,7 +85,7 @@ def _as_rank(task: dict[str, Any]) -> None:
             reduction = qccl.torch.AllReduce(codec, comm)
             rows.append({"method": f"`{codec}`", **_timed(task, mesh["shard"], reduction)})
     if dist.get_rank() == 0:
-        print(MARK + json.dumps(rows), flush=True)
+        report(rows)
     dist.destroy_process_group()
 
 

@@ -10,7 +10,6 @@ time is the median of rounds. ``--write docs/howto/hangs.md`` replaces that page
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any
 
 import click
 import small_calls
-from runs import MARK, document_table, machine, print_table, rewrite_table, run_ranks
+from runs import document_table, machine, print_table, report, rewrite_table, run_ranks
 
 import qccl
 
@@ -82,7 +81,7 @@ def _as_rank() -> None:
         times = small_calls.measure(comm, (each for each in small_calls.calls(comm) if each[0] in _KINDS))
         rows = [{"kind": each["kind"], "us": statistics.median(each["us"])} for each in times]
         if comm.rank == 0:
-            print(MARK + json.dumps(rows), flush=True)
+            report(rows)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ them. ``--write docs/architecture/small-calls.md`` replaces that page's table.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 import click
 import numpy as np
-from runs import MARK, document_table, machine, print_table, rewrite_table, run_ranks
+from runs import document_table, machine, print_table, report, rewrite_table, run_ranks
 
 import qccl
 
@@ -107,7 +106,7 @@ def _as_rank() -> None:
     with qccl.init("host") as comm:
         rows = measure(comm, calls(comm))
         if comm.rank == 0:
-            print(MARK + json.dumps(rows), flush=True)
+            report(rows)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from qccl.bench.kinds import KINDS
 from qccl.bench.measure import Counts, Row, Side, _calls_until_overflow, measure
 from qccl.bench.options import Options
 from qccl.bench.sweep import Sweep
+from qccl.codecs.floats import from_float32, to_float32
 from qccl.transports.loopback import LoopbackTransport
 
 SHARED = {"layout": "sharded", "node_ids": [0, 0, 1, 1]}
@@ -481,7 +482,7 @@ def test_inputs_are_the_same_in_any_cut(dtype: dtypes.DType) -> None:
     whole = data.gaussian(1, 0, 600_000, dtype, seed=3)
     for start, stop in [(0, 10), (5, 262_139), (262_138, 262_140), (262_139, 262_139), (100, 600_000)]:
         assert np.array_equal(data.gaussian(1, start, stop, dtype, seed=3), whole[start:stop])
-    values = data.to_float32(whole, dtype)
+    values = to_float32(whole, dtype)
     assert abs(values.mean()) < 0.01 and abs(values.std() - 1) < 0.01
     assert not np.array_equal(whole, data.gaussian(2, 0, 600_000, dtype, seed=3))
     assert not np.array_equal(whole, data.gaussian(1, 0, 600_000, dtype, seed=4))
@@ -490,7 +491,7 @@ def test_inputs_are_the_same_in_any_cut(dtype: dtypes.DType) -> None:
 def test_bfloat16_rounds_as_ml_dtypes_does() -> None:
     x = np.random.default_rng(0).integers(0, 0x7F000000, 100_000, np.uint32).view(np.float32)
     x = np.concatenate([x, -x, np.float32([0.0, -0.0, 1.00390625, 1.01171875])])
-    assert np.array_equal(data.from_float32(x, dtypes.BFLOAT16), x.astype(ml_dtypes.bfloat16).view(np.uint16))
+    assert np.array_equal(from_float32(x, dtypes.BFLOAT16), x.astype(ml_dtypes.bfloat16).view(np.uint16))
 
 
 def test_a_sweep_writes_its_table_and_files(tmp_path) -> None:
