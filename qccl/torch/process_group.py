@@ -27,13 +27,13 @@ from qccl.communicator import Communicator
 from qccl.cuda.nccl_id import agreed_id
 from qccl.errors import ArgumentError, MismatchError
 from qccl.meetings import connect, of_store
+from qccl.torch.groups import ENCODED
 from qccl.torch.options import Options
 from qccl.transports.torch import keep_alive
 from qccl.work import Work
 
 __all__ = ["ProcessGroupQccl"]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: the longest description of options that ranks compare, in bytes
 _MOST_TEXT = 1024
 #: how long a group that is destroyed waits for ranks that have not destroyed theirs
@@ -232,7 +232,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         if codec is None or self.size() == 1 or not tensors:
             return None
         first = tensors[0]
-        if first.dtype not in _DTYPES or first.device.type not in self._devices():
+        if first.dtype not in ENCODED or first.device.type not in self._devices():
             return None
         nbytes = sum(tensor.numel() for tensor in large) * first.element_size()
         if nbytes < max(1, self.compression.min_bytes) or not all(_is_like(tensor, first) for tensor in tensors):
