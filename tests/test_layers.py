@@ -19,7 +19,6 @@ PACKAGE = Path(__file__).parent.parent / "qccl"
 
 #: part -> the other parts it may import; "" is qccl/__init__.py, which finds the public names when they are asked for
 MAY_IMPORT: dict[str, set[str]] = {
-    "emulation": {"_host"},
     "errors": set(),
     "files": set(),
     "intervals": set(),
@@ -149,7 +148,6 @@ MAY_IMPORT["bench"] = {
         "costs",
         "cuda",
         "dtypes",
-        "emulation",
         "errors",
         "files",
     ),
