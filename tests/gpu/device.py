@@ -10,11 +10,10 @@ import numpy as np
 
 from qccl.communicator import Communicator
 from qccl.cuda import CudaBackend
-from qccl.cuda.libraries import cuda_libraries
+from qccl.cuda.libraries import DEVICE_TO_HOST, HOST_TO_DEVICE, ON_DEVICE, cuda_libraries
 from qccl.transports.base import Call, DeviceTransfer, Group, Transport
 
 GUARD = 256
-_TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
 
 SOURCE = r"""
 extern "C" __global__ void spin(unsigned long long nanoseconds) {
@@ -49,19 +48,19 @@ class DeviceArray:
         self._memory = cuda.alloc(values.nbytes + 2 * GUARD + shift)
         self.ptr = self._memory.ptr + GUARD + shift
         edges = np.full(values.nbytes + 2 * GUARD + shift, 0x5A, np.uint8)
-        self._copy(self._memory.ptr, edges.ctypes.data, edges.nbytes, _TO_DEVICE)
+        self._copy(self._memory.ptr, edges.ctypes.data, edges.nbytes, HOST_TO_DEVICE)
         self.put(values)
 
     def put(self, values: np.ndarray) -> None:
         values = np.ascontiguousarray(values)
         assert values.nbytes == self.nbytes
-        self._copy(self.ptr, values.ctypes.data, values.nbytes, _TO_DEVICE)
+        self._copy(self.ptr, values.ctypes.data, values.nbytes, HOST_TO_DEVICE)
 
     def get(self) -> np.ndarray:
         """The values, after all work on the GPU. Asserts that the guard areas are unchanged."""
         self._runtime.deviceSynchronize()
         whole = np.empty(self.nbytes + 2 * GUARD, np.uint8)
-        self._copy(whole.ctypes.data, self.ptr - GUARD, whole.nbytes, _TO_HOST)
+        self._copy(whole.ctypes.data, self.ptr - GUARD, whole.nbytes, DEVICE_TO_HOST)
         assert (whole[:GUARD] == 0x5A).all() and (whole[GUARD + self.nbytes :] == 0x5A).all(), "written outside"
         return whole[GUARD : GUARD + self.nbytes].view(self.dtype).reshape(self.shape).copy()
 
@@ -129,7 +128,7 @@ class Mirror:
         by_peer = {transfer.peer: transfer for transfer in sends}
         for transfer in receives:
             nbytes = min(transfer.nbytes, by_peer[transfer.peer].nbytes)
-            copy = (transfer.address, by_peer[transfer.peer].address, nbytes, _ON_DEVICE, stream)
+            copy = (transfer.address, by_peer[transfer.peer].address, nbytes, ON_DEVICE, stream)
             calls.append((self._runtime.memcpyAsync, copy))
         return calls
 
