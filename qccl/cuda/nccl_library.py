@@ -50,18 +50,17 @@ def library() -> Any:
         raise EngineError(f"the NCCL library cannot be found ({error})") from error
 
 
-def check_one_library(found: Any, name: str = "ncclGetVersion") -> None:
+def check_one_library(found: Any) -> None:
     """Raise EngineError if CuPy's module may use other functions of NCCL than those of ``found``, its library.
 
     So it is where a program has loaded another one with RTLD_GLOBAL: its functions come before all others. Versions
     need not tell them apart.
     """
     everywhere = ctypes.CDLL(None)
-    if not hasattr(everywhere, name):
+    if not hasattr(everywhere, "ncclGetVersion"):
         return
-    files = [_file_of(getattr(each, name)) for each in (found, everywhere)]
-    if files[0] != files[1]:
-        needed, loaded = files
+    needed, loaded = (_file_of(each.ncclGetVersion) for each in (found, everywhere))
+    if needed != loaded:
         raise EngineError(f"CuPy needs the NCCL in {needed}, and the process has loaded the one in {loaded} for all")
 
 
