@@ -40,7 +40,7 @@ __all__ = [
         "rewrite_table",
         "run_ranks",
     ),
-    *("run_undisturbed", "save", "store", "table", "todays"),
+    *("run_undisturbed", "save", "start_script", "store", "table", "todays"),
 ]
 
 #: begins the line in which rank 0 prints the results
@@ -122,6 +122,14 @@ def run_ranks(
     if status or not found:
         raise SystemExit(f"the ranks failed with status {status}")
     return found
+
+
+def start_script(main: Callable[[], object], rank: Callable[[dict[str, Any]], object]) -> None:
+    """Run ``rank`` with its task in a process that run_ranks() has started, and otherwise the command ``main``."""
+    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
+        rank(json.loads(sys.argv[1]))
+    else:
+        main()
 
 
 def report(rows: Sequence[dict[str, Any]]) -> None:

@@ -8,14 +8,13 @@ them. ``--write docs/architecture/small-calls.md`` replaces that page's table.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import click
 import numpy as np
-from runs import document_table, machine, print_table, report, rewrite_table, run_ranks
+from runs import document_table, machine, print_table, report, rewrite_table, run_ranks, start_script
 
 import qccl
 
@@ -102,7 +101,7 @@ def measure(
     return [{"kind": kind, "us": found} for kind, found in times.items()]
 
 
-def _as_rank() -> None:
+def _as_rank(task: dict[str, Any]) -> None:
     with qccl.init("host") as comm:
         rows = measure(comm, calls(comm))
         if comm.rank == 0:
@@ -110,7 +109,4 @@ def _as_rank() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        _as_rank()
-    else:
-        main()
+    start_script(main, _as_rank)
