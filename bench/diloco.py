@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -29,7 +28,7 @@ from typing import Any
 
 import click
 import numpy as np
-from runs import MARK, document_table, machine, print_table, rewrite_table, run_ranks
+from runs import document_table, machine, print_table, report, rewrite_table, run_ranks, start_script
 from training_rank import EXAMPLES, POSITIONS, sent_nbytes_behind
 from training_report import MODELS, network_of
 from without_ddp import local_recipe, outer_of, replayed_local_step
@@ -113,7 +112,7 @@ def _as_rank(task: dict[str, Any]) -> None:
         found = {"curve": _train, "step": _time}[task["measure"]](task, comm)
         comm.barrier()
     if comm.rank == 0:
-        print(MARK + json.dumps([found]), flush=True)
+        report([found])
 
 
 def _method(task: dict[str, Any]) -> str:
@@ -170,7 +169,4 @@ def _time(task: dict[str, Any], comm: qccl.Communicator) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        _as_rank(json.loads(sys.argv[1]))
-    else:
-        main()
+    start_script(main, _as_rank)

@@ -13,8 +13,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import json
-import os
 import statistics
 import sys
 import time
@@ -22,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import click
-from runs import MARK, begun, measured_on, rewrite_table, run_ranks, store, table, todays
+from runs import begun, measured_on, report, rewrite_table, run_ranks, start_script, store, table, todays
 
 from qccl.bench.costs import FP16, FP32, POWERSGD, cost_of
 from qccl.bench.lab import Lab
@@ -141,12 +139,12 @@ def rank(task: dict[str, Any]) -> None:
         dist.init_process_group("gloo")
         found = [{"found": {"method": each, "seconds": _step(task["model"], each)}} for each in task["methods"]]
         if dist.get_rank() == 0:
-            print(MARK + json.dumps(found), flush=True)
+            report(found)
         gc.collect()  # DistributedDataParallel holds the group, whose threads must end before the interpreter
         dist.destroy_process_group()
         return
     what = _speeds(task["methods"]) if task["measure"] == "speeds" else _alone(task["model"], task["methods"])
-    print(MARK + json.dumps([{"found": what}]), flush=True)
+    report([{"found": what}])
 
 
 def _speeds(methods: list[str]) -> dict[str, dict[str, float]]:
@@ -222,8 +220,4 @@ def _reduced_by(module: Any, method: str) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        sys.path.insert(0, os.path.dirname(__file__))
-        rank(json.loads(sys.argv[1]))
-    else:
-        main()
+    start_script(main, rank)

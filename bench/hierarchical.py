@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +22,7 @@ from typing import Any
 import click
 import numpy as np
 from host import cpu_seconds, medians, plain, spread, turns
-from runs import MARK, machine, print_table, run_ranks, run_undisturbed, save
+from runs import machine, print_table, report, run_ranks, run_undisturbed, save, start_script
 
 import qccl
 from qccl.bench.bulk import Bulk
@@ -131,7 +130,7 @@ def rank(task: dict[str, Any]) -> None:
             found[layout][mode] = {"time": times[side], "bulk": times[f"{side} bulk"]} | costs
         if comm.rank == 0:
             kept = {key: times[key] for key in (*_MPI.values(), *_DEFAULT.values(), *_COMPRESS, "blocks")}
-            print(MARK + json.dumps([{"ranks": comm.size, "sides": found} | kept]), flush=True)
+            report([{"ranks": comm.size, "sides": found} | kept])
 
 
 def _backward_passes(
@@ -209,7 +208,4 @@ def _costs(comm: qccl.Communicator, call: Callable[[], object], sent: int, rate:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        rank(json.loads(sys.argv[1]))
-    else:
-        main()
+    start_script(main, rank)

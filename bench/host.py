@@ -11,10 +11,8 @@ less the fastest, divided by the median.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +20,7 @@ from typing import Any
 
 import click
 import numpy as np
-from runs import MARK, machine, print_table, run_ranks, run_undisturbed, save
+from runs import machine, print_table, report, run_ranks, run_undisturbed, save, start_script
 
 import qccl
 from qccl.bench.bulk import Bulk
@@ -156,7 +154,7 @@ def rank(task: dict[str, Any]) -> None:
         found = measure(comms, x, np.empty_like(x), task)
         if number == 0:
             rows = [{"ranks": size, "transport": name} | found[name] for name in comms]
-            print(MARK + json.dumps(rows), flush=True)
+            report(rows)
 
 
 def _bound(comm: qccl.Communicator, x: Any, y: Any, task: dict[str, Any]) -> qccl.Plan:
@@ -326,7 +324,4 @@ def _busy(seconds: float, work: Callable[[], object]) -> Callable[[], object]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        rank(json.loads(sys.argv[1]))
-    else:
-        main()
+    start_script(main, rank)

@@ -13,7 +13,6 @@ the cores for that. The time of a step without a link, in shared memory, shows h
 from __future__ import annotations
 
 import importlib
-import json
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from runs import MARK, document_table, machine, print_table, rewrite_table, run_ranks
+from runs import document_table, machine, print_table, report, rewrite_table, run_ranks, start_script
 
 from qccl.bench.lab import Lab, shaped_nbytes
 from qccl.bench.sizes import parse_link
@@ -85,7 +84,7 @@ def _as_rank(task: dict[str, Any]) -> None:
             reduction = qccl.torch.AllReduce(codec, comm)
             rows.append({"method": f"`{codec}`", **_timed(task, mesh["shard"], reduction)})
     if dist.get_rank() == 0:
-        print(MARK + json.dumps(rows), flush=True)
+        report(rows)
     dist.destroy_process_group()
 
 
@@ -169,7 +168,4 @@ def _replay(model: Any, compute: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        _as_rank(json.loads(sys.argv[1]))
-    else:
-        main()
+    start_script(main, _as_rank)

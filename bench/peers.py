@@ -231,9 +231,9 @@ def _row(ranks: tuple[dict[str, Any], ...], calls: int) -> dict[str, Any]:
     }
 
 
-def _with_a_killed_rank(system: str, ranks: int = 3) -> dict[str, Any]:
-    """What the other ranks do when the last one is killed in a call; "waits" if they wait for longer than we did."""
-    is_mpi, python = "MPI" in system, _python(system)
+def _with_a_killed_rank(system: str) -> dict[str, Any]:
+    """What two ranks do when a third one is killed in a call; "waits" if they wait for longer than we did."""
+    ranks, is_mpi, python = 3, "MPI" in system, _python(system)
     with tempfile.TemporaryDirectory() as folder:
         task = {"system": "mpi" if is_mpi else system, "folder": folder, "count": _KILLED_COUNT, "ends": True}
         place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -10,18 +10,16 @@ time is the median of rounds. ``--write docs/howto/hangs.md`` replaces that page
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
 import small_calls
-from runs import MARK, document_table, machine, print_table, rewrite_table, run_ranks
+from runs import document_table, machine, print_table, report, rewrite_table, run_ranks, start_script
 
 import qccl
 
@@ -77,16 +75,13 @@ def cells(row: dict[str, Any], found: dict[str, list[float]]) -> list[str]:
     return written
 
 
-def _as_rank() -> None:
+def _as_rank(task: dict[str, Any]) -> None:
     with qccl.init("host") as comm:
         times = small_calls.measure(comm, (each for each in small_calls.calls(comm) if each[0] in _KINDS))
         rows = [{"kind": each["kind"], "us": statistics.median(each["us"])} for each in times]
         if comm.rank == 0:
-            print(MARK + json.dumps(rows), flush=True)
+            report(rows)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        _as_rank()
-    else:
-        main()
+    start_script(main, _as_rank)

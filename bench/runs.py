@@ -27,7 +27,6 @@ from qccl.codecs.operations import instruction_set
 
 __all__ = [
     *(
-        "MARK",
         "allreduce",
         "begun",
         "commit",
@@ -37,14 +36,15 @@ __all__ = [
         "measured_on",
         "print_table",
         "read",
+        "report",
         "rewrite_table",
         "run_ranks",
     ),
-    *("run_undisturbed", "save", "store", "table", "todays"),
+    *("run_undisturbed", "save", "start_script", "store", "table", "todays"),
 ]
 
 #: begins the line in which rank 0 prints the results
-MARK = "result "
+_MARK = "result "
 #: CPU share that other programs may have in an undisturbed run
 _QUIET = 0.05
 _RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -110,8 +110,8 @@ def run_ranks(
     found: list[dict[str, Any]] = []
 
     def on_line(line: str) -> None:
-        if line.startswith(MARK):
-            found.extend(task | row for row in json.loads(line.removeprefix(MARK)))
+        if line.startswith(_MARK):
+            found.extend(task | row for row in json.loads(line.removeprefix(_MARK)))
         else:
             print(line, file=sys.stderr)
 
@@ -122,6 +122,19 @@ def run_ranks(
     if status or not found:
         raise SystemExit(f"the ranks failed with status {status}")
     return found
+
+
+def start_script(main: Callable[[], object], rank: Callable[[dict[str, Any]], object]) -> None:
+    """Run ``rank`` with its task in a process that run_ranks() has started, and otherwise the command ``main``."""
+    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
+        rank(json.loads(sys.argv[1]))
+    else:
+        main()
+
+
+def report(rows: Sequence[dict[str, Any]]) -> None:
+    """On rank 0: hand over rows of results, which run_ranks() returns."""
+    print(_MARK + json.dumps(rows), flush=True)
 
 
 def run_undisturbed(run: Callable[[], list[dict[str, Any]]], until: float) -> list[dict[str, Any]]:

@@ -7,16 +7,14 @@ them. ``--write docs/architecture/small-calls.md`` replaces that page's table.
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import click
 import numpy as np
-from runs import MARK, document_table, machine, print_table, rewrite_table, run_ranks
+from runs import document_table, machine, print_table, report, rewrite_table, run_ranks, start_script
 
 import qccl
 
@@ -103,15 +101,12 @@ def measure(
     return [{"kind": kind, "us": found} for kind, found in times.items()]
 
 
-def _as_rank() -> None:
+def _as_rank(task: dict[str, Any]) -> None:
     with qccl.init("host") as comm:
         rows = measure(comm, calls(comm))
         if comm.rank == 0:
-            print(MARK + json.dumps(rows), flush=True)
+            report(rows)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        _as_rank()
-    else:
-        main()
+    start_script(main, _as_rank)

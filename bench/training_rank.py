@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runs import MARK
+from runs import report
 from training_report import computation, network_of
 from without_ddp import changed, is_without_ddp, recipe_with, step_of
 
@@ -46,7 +46,7 @@ def main(task: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     found = {"curve": _measure_curve, "compute": _measure_compute, "step": _measure_step}[task["measure"]](task)
     if dist.get_rank() == 0:
-        print(MARK + json.dumps([found]), flush=True)
+        report([found])
     # DistributedDataParallel holds the group, whose threads must end before the interpreter: otherwise they may abort
     gc.collect()
     dist.destroy_process_group()

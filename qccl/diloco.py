@@ -14,7 +14,7 @@ from qccl.arrays import Values
 from qccl.collectives.allreduce import ALLREDUCE
 from qccl.communicator import Communicator
 from qccl.errors import ArgumentError, MismatchError
-from qccl.outer_step import OuterStep, advance
+from qccl.outer_step import OuterStep, Turns, advance
 from qccl.parameters import Commit, Form
 from qccl.scalars import as_bool, as_integer, as_real
 from qccl.state import check_key
@@ -131,8 +131,9 @@ class DiLoCo:
         # without tile= each array is one tile, which is encoded by rows
         self._tiles = [Tiles(shape, self._tile or max(1, math.prod(shape))) for _, shape in self._forms]
         self.fragments = parameters.fragments_of(fragments, self._names, [values.count for values in given])
-        self._schedule(period, delay, mixing, weighted)
         self._taken = [0] * (max(self.fragments, default=0) + 1)
+        self._turns = Turns(len(self._taken), period, delay)
+        self._mixing, self._weighted = self._checked(mixing, weighted)
         self._weights = [0.0] * len(self._taken)  # local steps of this rank since each fragment's last all-reduce began
         self._under_way: list[OuterStep] = []  # in the order of their begin
         self._commit = Commit("call continue_on() or load a state on all ranks")
@@ -151,27 +152,16 @@ class DiLoCo:
         """
         return cls(comm, params, **(_SPARSELOCO | options))
 
-    def _schedule(self, period: Any, delay: Any, mixing: Any, weighted: Any) -> None:
-        """Check and keep when outer steps begin and end."""
-        number = max(self.fragments, default=0) + 1
-        every, wait, uneven = as_integer(period), as_integer(delay), as_bool(weighted)
-        if period is not None and (every is None or every < number):
-            raise ArgumentError(
-                f"period must be a number of local steps, at least that of the fragments ({number}), not {period!r}"
-            )
-        if every is None and number > 1:
-            raise ArgumentError(f"{number} fragments have outer steps at different local steps; give period=, too")
-        if wait is None or not 0 <= wait < (every or 1):
-            limit = f"less than period={period}" if every else "and only with period="
-            raise ArgumentError(f"delay must be a number of local steps, 0 or more, {limit}, not {delay!r}")
-        share = as_real(mixing)
+    def _checked(self, mixing: Any, weighted: Any) -> tuple[float | None, bool]:
+        """The two as their types."""
+        share, uneven = as_real(mixing), as_bool(weighted)
         if mixing is not None and (share is None or not 0 <= share < 1):
             raise ArgumentError(f"mixing must be None or a number from 0 to below 1, not {mixing!r}")
         if uneven is None:
             raise ArgumentError(f"weighted must be True or False, not {weighted!r}")
         if uneven and all(0 in array.shape for array in self.common):
             raise ArgumentError("weighted=True needs parameters with elements, and there are none")
-        self._period, self._delay, self._mixing, self._weighted = every, wait, share, uneven
+        return share, uneven
 
     @property
     def steps(self) -> int:
@@ -191,7 +181,7 @@ class DiLoCo:
 
         Raises ArgumentError on all ranks, and changes neither parameters nor residuals, if the average is not finite.
         """
-        weight = self._weight_of(local_steps, 1.0 if self._period is None else 0.0)
+        weight = self._weight_of(local_steps, 1.0 if self._turns.period is None else 0.0)
         params = self.finish(params)
         self._count(weight)
         outer_step = self._begin(range(len(self._taken)), self._local(params), self.local_steps)
@@ -209,26 +199,21 @@ class DiLoCo:
         Raises ArgumentError on all ranks if the average of a fragment is not finite. That fragment then keeps its
         common and local parameters and its residuals until its next turn; training may go on.
         """
-        if self._period is None:
+        if self._turns.period is None:
             raise ArgumentError("after_local_step() needs to know when outer steps begin; make DiLoCo with period=")
         self._commit.check()
         weight = self._weight_of(local_steps, 1.0)
         params, now = self.params if params is None else params, self.local_steps + 1
-        begins = self._turn(now, self._period)
+        begins = self._turns.begins(now)
         ends = bool(self._under_way) and self._under_way[0].due <= now
         local = self._local(params) if begins or ends else []
         self.local_steps, self.params = now, params
         self._count(weight)
         if begins:
-            self._under_way.append(self._begin(begins, local, now + self._delay))
-        if ends or (begins and self._delay == 0):
+            self._under_way.append(self._begin(begins, local, now + self._turns.delay))
+        if ends or (begins and self._turns.delay == 0):
             return self._apply(self._under_way.pop(0), params, self._mixing)
         return params
-
-    def _turn(self, now: int, period: int) -> list[int]:
-        """The fragment whose all-reduce begins after local step ``now``, if there is one."""
-        number = len(self._taken)  # at most the period, so that no two have the same turn
-        return [f for f in range(number) if (now - (f + 1) * period // number) % period == 0]
 
     def finish(self, params: Any = None) -> Any:
         """Collective: wait for all outer steps under way, and apply them now; returns the parameters.
@@ -350,11 +335,11 @@ class DiLoCo:
                 )
             fragment, due = count_of(each["fragment"], f"{what}: fragment"), count_of(each["due"], f"{what}: due")
             earliest = max([now, *(other.due for other in found)])
-            is_due = self._period is not None and fragment in self._turn(due - self._delay, self._period)
-            if not earliest < due <= now + self._delay or not is_due:
+            is_due = fragment in self._turns.begins(due - self._turns.delay)
+            if not earliest < due <= now + self._turns.delay or not is_due:
                 raise ArgumentError(
                     f"{what} has fragment {fragment}, due after local step {due}, which is not its turn between local "
-                    f"steps {earliest + 1} and {now + self._delay}"
+                    f"steps {earliest + 1} and {now + self._turns.delay}"
                 )
             has_none = isinstance(each["averages"], list | tuple) and not each["averages"]  # no rank had a weight
             numbers = [] if has_none else self._members([fragment])
@@ -413,7 +398,7 @@ class DiLoCo:
             outer_step.put_back = [self.comm._session.state.keep(key) for key in calls]
         if self._weighted:
             like = next(array for array in self.common if 0 not in array.shape)
-            outer_step.weigh([self._weights[fragment] / (self._period or 1) for fragment in fragments], like)
+            outer_step.weigh([self._weights[fragment] / (self._turns.period or 1) for fragment in fragments], like)
             outer_step.local_steps = {fragment: self._weights[fragment] for fragment in fragments}
             outer_step.put_back.append(lambda: self._count_again(outer_step))
             self._weights = [0.0 if f in fragments else each for f, each in enumerate(self._weights)]
@@ -489,7 +474,7 @@ class DiLoCo:
     def _identity(self) -> bytes:
         """What must be the same on all ranks."""
         rule = self._outer_lr, self._momentum, self._nesterov, self._key, self._algorithm, self._tile
-        schedule = self._period, self._delay, self._mixing, self._weighted
+        schedule = self._turns.period, self._turns.delay, self._mixing, self._weighted
         arrays = self._names, self._forms, self.fragments
         return hashlib.sha256(f"{codecs.identity(self._codec)} {rule} {schedule} {arrays}".encode()).digest()
 

@@ -32,10 +32,11 @@ import numpy as np
 
 from qccl.arrays import Values
 from qccl.codecs import Codec
+from qccl.codecs.floats import from_float32
 from qccl.collectives import COLLECTIVES, CollectiveSpec, spec_of_plan, ways
 from qccl.collectives.explain import crossing_nbytes
 from qccl.costs.group import Curve, Label, Prediction
-from qccl.dtypes import BFLOAT16, FLOAT32, DType
+from qccl.dtypes import FLOAT32, DType
 from qccl.engine.base import Request, Rig
 from qccl.errors import QcclError
 from qccl.programs import Compiled
@@ -263,7 +264,7 @@ class _Measurement:
         arrays, end = self._arrays(specs.values())
         if end > self._filled:
             values = np.random.default_rng(self._session.rank).standard_normal(_VALUES, np.float32)
-            self._rig.fill(_bytes_of(values, self._dtype), self._filled, end)
+            self._rig.fill(from_float32(values, self._dtype).tobytes(), self._filled, end)
             self._filled = end
         found = []
         for label, spec in specs.items():
@@ -413,9 +414,3 @@ def _rising(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _bytes_of(values: np.ndarray, dtype: DType) -> bytes:
-    if dtype == BFLOAT16:
-        return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
-    return values.astype(dtype.name).tobytes()

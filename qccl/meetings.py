@@ -113,10 +113,10 @@ def of_address(
     return Meeting(name, rank, size, met.gather, *place, close=met.close)
 
 
-def of_launcher(launcher: Launcher, environ: Mapping[str, str] = os.environ) -> Meeting:
+def of_launcher(launcher: Launcher) -> Meeting:
     """The ranks that ``launcher`` started, over TCP. Raises ArgumentError where the environment has no address."""
-    job, is_local = _job(launcher, environ), _is_local(launcher, environ)
-    place = _place(launcher, environ, job, is_local=is_local)
+    job, is_local = _job(launcher, os.environ), _is_local(launcher, os.environ)
+    place = _place(launcher, os.environ, job, is_local=is_local)
     return of_address(launcher.name, launcher.rank, launcher.size, place, job, is_local=is_local)
 
 

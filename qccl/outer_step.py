@@ -1,4 +1,4 @@
-"""An outer step that runs while its caller trains on: its all-reduce, its weights, and how it ends."""
+"""The outer steps of DiLoCo: when they begin and end, and one that runs while its caller trains on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,41 @@ from typing import Any
 
 from qccl.errors import ArgumentError, QcclError
 from qccl.parameters import copy_of, times, vector
+from qccl.scalars import as_integer
 from qccl.tiles import Tiles
 from qccl.work import Work
 
-__all__ = ["OuterStep", "advance"]
+__all__ = ["OuterStep", "Turns", "advance"]
+
+
+class Turns:
+    """When the outer steps of each fragment begin and end: all follows from the number of the local step.
+
+    Attributes:
+        period: local steps between two outer steps of a fragment; None: the program says when one begins.
+        delay: local steps between the begin and the end of an outer step, less than the period.
+    """
+
+    def __init__(self, fragments: int, period: Any, delay: Any) -> None:
+        """Raises ArgumentError for arguments of DiLoCo that are not possible; ``fragments`` is their number."""
+        every, wait = as_integer(period), as_integer(delay)
+        if period is not None and (every is None or every < fragments):
+            raise ArgumentError(
+                f"period must be a number of local steps, at least that of the fragments ({fragments}), not {period!r}"
+            )
+        if every is None and fragments > 1:
+            raise ArgumentError(f"{fragments} fragments have outer steps at different local steps; give period=, too")
+        if wait is None or not 0 <= wait < (every or 1):
+            limit = f"less than period={period}" if every else "and only with period="
+            raise ArgumentError(f"delay must be a number of local steps, 0 or more, {limit}, not {delay!r}")
+        self._fragments, self.period, self.delay = fragments, every, wait
+
+    def begins(self, now: int) -> list[int]:
+        """The fragment whose outer step begins after local step ``now``, if there is one."""
+        if self.period is None:
+            return []
+        number, period = self._fragments, self.period  # at most the period, so that no two have the same turn
+        return [f for f in range(number) if (now - (f + 1) * period // number) % period == 0]
 
 
 @dataclass

@@ -51,12 +51,12 @@ class Plan:
         self,
         session: Session,
         asked: CollectiveSpec,
-        key: str | None = None,
-        nodes: Sequence[int] = (),
-        choice: Choice | None = None,
+        key: str | None,
+        nodes: Sequence[int],
+        choice: Choice,
     ) -> None:
-        """``nodes``: for each rank, the number of its node; ``choice``: how the call is made (None: as asked)."""
-        self._asked, self._nodes, self._choice = asked, nodes, choice or Choice(asked)
+        """``nodes``: for each rank, the number of its node; ``choice``: how the call is made."""
+        self._asked, self._nodes, self._choice = asked, nodes, choice
         self.spec = spec = self._choice.spec
         self._key = key
         self._session = session

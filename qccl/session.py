@@ -65,8 +65,8 @@ class Session:
         size: int,
         backend: Backend,
         timeout: float,
-        group: str = "",
-        ranges: Ranges | None = None,
+        group: str,
+        ranges: Ranges | None,
     ) -> None:
         """``ranges``: for profilers, what begins and ends with the start of a call."""
         self.rank, self.size, self.group = rank, size, group
@@ -340,16 +340,15 @@ class Session:
         if os.getpid() != self._process:
             raise EngineError(forked(self.rank))
 
-    def close(self) -> bool:
-        """Leave the group. False if that was done before, or if a failure has ended the group."""
+    def close(self) -> None:
+        """Leave the group, unless that was done before or a failure has ended it."""
         if self.closed:
-            return False
+            return
         self.closed = True
         if self._endpoint is not None:
             self._endpoint.remove(self.statistics)
         if self.failure is None:
             self.engine.close(self.engine.timeout)
-        return self.failure is None
 
 
 def _ranged(usual: Callable[..., Execution], ranges: Ranges) -> Callable[..., Execution]:

@@ -1,21 +1,17 @@
-"""Calls that repeat earlier ones: what was proved before is not proved again, and what may have changed is checked.
-
-They fail, and are interrupted, as first calls are.
-"""
+"""Calls that repeat earlier ones: what was proved is not proved again, and what may have changed is checked."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import mmap
-import threading
-import time
 import weakref
 from collections import Counter
 
 import numpy as np
 import pytest
 from interruption_kinds import KINDS
+from repeated_calls import COUNT, WARM, warm
 
 import qccl
 import qccl.plan
@@ -23,24 +19,11 @@ from qccl import codecs, programs
 from qccl.calls import Collectives
 from qccl.collectives import AllReduceSpec, ReduceScatterSpec
 from qccl.errors import ArgumentError, InvalidBufferError
-from qccl.host.engine import HostEngine
-from qccl.host.execution import Execution
 from qccl.session import Session
-
-COUNT = 300
-#: equal calls that precede one that is looked at
-WARM = 3
 
 
 def ones(count: int = COUNT) -> np.ndarray:
     return np.ones(count, np.float32)
-
-
-def warm(comm, **options) -> np.ndarray:
-    x = np.zeros(COUNT, np.float32)
-    for _ in range(WARM):
-        comm.quantized_allreduce(x, **options)
-    return x
 
 
 # -- what is found again ---------------------------------------------------------------------------------------------
@@ -470,209 +453,3 @@ def test_a_closed_or_failed_communicator_refuses_a_repeated_call():
                 call()
 
     qccl.run_ranks(1, run)
-
-
-# -- failures and interrupts -----------------------------------------------------------------------------------------
-
-
-def test_a_rank_that_repeats_another_call_raises_a_mismatch():
-    def run(comm):
-        x = ones()
-        for _ in range(3):
-            comm.quantized_allreduce(x)
-        before = x.copy()
-        with pytest.raises(qccl.MismatchError, match="call 3 of the group"):
-            comm.quantized_allreduce(x, op="max" if comm.rank else "sum")
-        assert (x == before).all()
-
-    qccl.run_ranks(2, run)
-
-
-@pytest.mark.parametrize("option", [False, True])
-def test_a_rank_that_does_not_call(option):
-    warmed = threading.Barrier(2)
-
-    def run(comm):
-        options = {"timeout": 0.3} if option else {}
-        x = warm(comm, **options)
-        if not option:
-            comm.timeout = 0.3
-        warmed.wait(20)
-        if comm.rank:
-            time.sleep(1)
-            with pytest.raises(qccl.PeerLost):
-                comm.quantized_allreduce(x, **options)
-        else:
-            with pytest.raises(qccl.CollectiveTimeout, match=r"call 3 of the group\): rank 1 did not make this call"):
-                comm.quantized_allreduce(x, **options)
-        with pytest.raises(qccl.QcclError, match="failed earlier and is unusable"):
-            comm.quantized_allreduce(x, **options)
-        assert comm.calls == WARM
-
-    qccl.run_ranks(2, run)
-
-
-def test_a_rank_that_gives_up():
-    warmed = threading.Barrier(2)
-
-    def run(comm):
-        x = warm(comm)
-        warmed.wait(20)  # not barrier(): its last message might meet the end of the group
-        if comm.rank:
-            comm.abort("no more data")
-            return
-        with pytest.raises(qccl.PeerLost, match="rank 1 gave up: no more data"):
-            comm.quantized_allreduce(x)
-        assert comm.calls == WARM
-        assert (x == 0).all()
-
-    qccl.run_ranks(2, run)
-
-
-def test_a_rank_that_left():
-    warmed = threading.Barrier(2)
-
-    def run(comm):
-        x = warm(comm)
-        warmed.wait(20)
-        if comm.rank:
-            comm._session.engine.close(0.1)
-            return
-        deadline = time.monotonic() + 20
-        with pytest.raises(qccl.PeerLost, match=r"rank 1 has closed its communicator, and rank 0 called .*call 3"):
-            while time.monotonic() < deadline:
-                comm.quantized_allreduce(x)
-
-    qccl.run_ranks(2, run)
-
-
-def test_an_abort_by_another_thread():
-    warmed = threading.Barrier(2)
-
-    def run(comm):
-        x = warm(comm)
-        warmed.wait(20)
-        if comm.rank:
-            time.sleep(1)
-            return
-        threading.Timer(0.3, comm.abort, ["stopped by hand"]).start()
-        begin = time.monotonic()
-        with pytest.raises(qccl.PeerLost, match="stopped by hand"):
-            comm.quantized_allreduce(x)
-        assert time.monotonic() - begin < 20
-
-    qccl.run_ranks(2, run)
-
-
-def test_an_interrupt(monkeypatch):
-    """Ctrl-C in a call that runs again is KeyboardInterrupt here and PeerLost on the other rank."""
-    warmed = threading.Barrier(2)
-
-    def run(comm):
-        x = warm(comm)
-        warmed.wait(20)
-        if comm.rank:
-            with pytest.raises(qccl.PeerLost, match="rank 0"):
-                for _ in range(2):  # rank 0 may have sent all that the first one needs
-                    comm.quantized_allreduce(x)
-            return
-
-        def interrupted(idle=0):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(comm.transport, "poll", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            comm.quantized_allreduce(x)
-        monkeypatch.undo()
-        with pytest.raises(qccl.PeerLost, match=r"failed earlier.*KeyboardInterrupt"):
-            comm.quantized_allreduce(x)
-        assert comm.calls == WARM
-
-    qccl.run_ranks(2, run)
-
-
-@pytest.mark.parametrize("place", [(HostEngine, "start"), (Execution, "set")])
-def test_an_interrupt_before_the_run_begins(monkeypatch, place):
-    """Nothing was sent: the call can be made again, and has the number that it would have had."""
-    warmed, interrupted = threading.Barrier(2), threading.Barrier(2)
-
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
-    def call(comm, x):
-        return comm.quantized_allreduce(x, np.empty_like(x), codec="dithering:k=4").tobytes()
-
-    def run(comm):
-        x = np.linspace(-1, 1, COUNT, dtype=np.float32)
-        found = [call(comm, x) for _ in range(WARM)]
-        if comm.rank == 0:
-            warmed.wait(20)
-            monkeypatch.setattr(*place, interrupt)
-            interrupted.wait(20)
-        else:
-            warmed.wait(20)
-            interrupted.wait(20)
-        with pytest.raises(KeyboardInterrupt):
-            call(comm, x)
-        assert comm.calls == WARM
-        warmed.wait(20)
-        if comm.rank == 0:
-            monkeypatch.undo()
-        interrupted.wait(20)
-        return [*found, call(comm, x)]
-
-    def undisturbed(comm):
-        x = np.linspace(-1, 1, COUNT, dtype=np.float32)
-        return [call(comm, x) for _ in range(WARM + 1)]
-
-    assert qccl.run_ranks(2, run) == qccl.run_ranks(2, undisturbed)
-
-
-def test_a_call_while_another_thread_drives():
-    """It waits until the thread gives the engine up."""
-
-    def run(comm):
-        x, engine = warm(comm), comm._session.engine
-        held, release = threading.Event(), threading.Event()
-
-        def drive():
-            with engine._lock:
-                held.set()
-                release.wait(20)
-
-        thread = threading.Thread(target=drive)
-        thread.start()
-        held.wait(20)
-        threading.Timer(0.2, release.set).start()
-        x[:] = 7
-        assert (comm.quantized_allreduce(x) == 7).all() and release.is_set()
-        thread.join()
-
-    qccl.run_ranks(1, run)
-
-
-def test_a_call_in_the_middle_of_another(monkeypatch):
-    """A call that a signal handler starts while a repeated call waits gets a number of its own."""
-    warmed = threading.Barrier(2)
-
-    def run(comm):
-        x, y = warm(comm, codec="none"), np.ones(COUNT, np.float32)
-        warmed.wait(20)
-        works, usual = [], comm.transport.poll
-
-        def poll(idle=0):
-            if not works:
-                works.append(None)
-                works[0] = comm.quantized_allreduce(x, codec="none", async_op=True)
-                assert comm.calls == WARM + 2
-            return usual(idle=idle)
-
-        monkeypatch.setattr(comm.transport, "poll", poll)
-        x[:] = 1
-        comm.quantized_allreduce(x, codec="none")  # the other one waits for it, because it uses the same memory
-        comm.quantized_allreduce(y, codec="none")
-        assert (works[0].wait(timeout=20) == 4).all()
-        assert (y == 2).all()
-        assert comm.calls == WARM + 3
-
-    qccl.run_ranks(2, run)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from qccl.bench.data import from_float32, to_float32
 from qccl.chunks import ChunkPolicy
 from qccl.codecs import Dithering, MinMax, NoCodec, OneBit, RandomK, TopK, Trellis
+from qccl.codecs.floats import from_float32, to_float32
 from qccl.collectives.partitions import partition_for_all
 from qccl.dtypes import DType
 

@@ -13,6 +13,7 @@ import numpy as np
 from qccl.bench import accuracy, data
 from qccl.bench.kinds import KINDS
 from qccl.bench.parts import compare_parts
+from qccl.codecs.floats import to_float32
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -83,9 +84,9 @@ def compare_shared(
         if turn % comm.size != comm.rank:
             continue
         inputs = [data.gaussian(rank, start, stop, case.dtype, seed) for rank in range(comm.size)]
-        values = call.contributions([data.to_float32(each, case.dtype) for each in inputs])
+        values = call.contributions([to_float32(each, case.dtype) for each in inputs])
         exact, bound = accuracy.allreduce_exact(values, case.op), call.bound(values, shard)
-        errors = [data.to_float32(result, case.dtype) - exact for result in results]
+        errors = [to_float32(result, case.dtype) - exact for result in results]
         bad = np.logical_or.reduce([~(np.abs(error) <= bound) for error in errors])  # NaN counts as wrong
         expected = call.expected(values, shard, start, number)
         if expected is not None:

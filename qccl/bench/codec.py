@@ -214,7 +214,8 @@ def measure_codec(
     """Time the codec's kernels on about ``size`` bytes of Gaussian values."""
     import numpy as np
 
-    from qccl.bench.data import empty, gaussian, to_float32
+    from qccl.bench.data import empty, gaussian
+    from qccl.codecs.floats import to_float32
 
     count = size // dtype.itemsize
     wire_nbytes = codec.encoded_nbytes(count, dtype)

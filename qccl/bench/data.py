@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qccl.codecs.floats import from_float32, storage, to_float32
+from qccl.codecs.floats import from_float32, storage
 from qccl.dtypes import DType
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["empty", "from_float32", "gaussian", "to_float32"]
+__all__ = ["empty", "gaussian"]
 
 #: the period of the values: a prime, so that a misplaced bucket, chunk or shard is noticed
 _PERIOD = 262_139

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,7 +19,7 @@ from qccl.bench.data import gaussian
 from qccl.bench.doctor_network import TrainingNetwork, given_network, measured_network, parse_delay, parse_small_loss
 from qccl.bench.files import write_json
 from qccl.bench.launched import LaunchedCommand, check_other_ranks
-from qccl.bench.params import PositiveNumber, codec_list, codec_of, option, output_file
+from qccl.bench.params import PositiveNumber, codec_list, codec_of, imported, option, output_file
 from qccl.bench.profile import measured
 from qccl.bench.sizes import parse_link, parse_size
 from qccl.codecs import Codec
@@ -107,10 +105,8 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def parse_model(text: str) -> Training:
     """The training that ``module:function`` returns. Raises ValueError."""
     module, colon, name = text.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     try:
-        given: Any = getattr(importlib.import_module(module), name)() if colon else None
+        given: Any = imported(module, name)() if colon else None
     except TypeError as error:
         raise ValueError(f"{text!r} cannot be called without arguments ({error}); name a function of none") from error
     except (ImportError, AttributeError) as error:

@@ -12,8 +12,8 @@ import os
 import sys
 from typing import Any
 
+from qccl._host import LabForwarder, LabNetwork
 from qccl.bench.counters import Counters
-from qccl.emulation import Forwarder, NetworkModel
 
 __all__ = ["READY", "main"]
 
@@ -25,11 +25,11 @@ def main(task: dict[str, Any]) -> None:
     """Forward as ``task`` says (Network.to_json(), the interfaces, and the descriptor of the counters)."""
     counters = Counters(len(task["sites"]), task["counters"])
     lapses, paths = counters.addresses
-    network = NetworkModel([tuple(site) for site in task["sites"]], task["seed"], paths)
+    network = LabNetwork([tuple(site) for site in task["sites"]], task["seed"], paths)
     for path in task["paths"]:
         network.set_path(*path)
     _hurry()
-    forwarder = Forwarder(task["interfaces"], network, lapses, task["grain"])
+    forwarder = LabForwarder(task["interfaces"], network, lapses, task["grain"])
     print(READY, flush=True)
     forwarder.run(sys.stdin.fileno())
 

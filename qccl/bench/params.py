@@ -23,7 +23,7 @@ from qccl.errors import CodecError
 from qccl.files import is_special
 
 __all__ = [
-    *("AT_LEAST_0", "AT_LEAST_1", "PositiveNumber", "checked", "codec_list", "codec_of", "intra_codec"),
+    *("AT_LEAST_0", "AT_LEAST_1", "PositiveNumber", "checked", "codec_list", "codec_of", "imported", "intra_codec"),
     *("list_of", "nccl_only", "option", "output_file", "output_file_or_stdout", "picture_file", "split_codecs"),
 ]
 
@@ -119,15 +119,20 @@ def codec_of(spec: str) -> Codec:
         return codecs.get(spec)
     match = _CLASS.match(spec)
     assert match is not None
-    kind = _imported(match["module"], match["name"])
+    kind = _codec_class(match["module"], match["name"])
     return codecs.get(kind.name + spec[match.end() :], {kind.name: kind})
 
 
-def _imported(module: str, name: str) -> type[Codec]:
+def imported(module: str, name: str) -> Any:
+    """What a module in the current folder or on PYTHONPATH has under a name. Raises ImportError, AttributeError."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    return getattr(importlib.import_module(module), name)
+
+
+def _codec_class(module: str, name: str) -> type[Codec]:
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = imported(module, name)
     except (ImportError, AttributeError) as error:
         raise CodecError(
             f"codec '{module}:{name}' cannot be imported ({error}); give module:Class, the module in this folder or "

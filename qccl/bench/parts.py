@@ -10,6 +10,7 @@ import numpy as np
 from qccl.bench import accuracy, data, reference
 from qccl.bench.kinds import KINDS, Stretch, stretches
 from qccl.codecs import NoCodec
+from qccl.codecs.floats import to_float32
 from qccl.collectives import ReduceScatterSpec
 from qccl.collectives.operands import ranks_by_node
 
@@ -51,7 +52,7 @@ def _compare(
     """Wrong elements, and the squares of error and exact result."""
     case, last = call.case, part.first + part.stop - part.start
     inputs = [data.gaussian(rank, part.first, last, case.dtype, seed) for rank in part.ranks]
-    values = call.contributions([data.to_float32(each, case.dtype) for each in inputs])
+    values = call.contributions([to_float32(each, case.dtype) for each in inputs])
     if KINDS[case.kind].combines:
         exact = accuracy.allreduce_exact(values, case.op)
         if isinstance(call.plan.spec, ReduceScatterSpec) and (nodes := ranks_by_node(call.plan.spec.node_ids)):
@@ -59,7 +60,7 @@ def _compare(
             bound = accuracy.hierarchical_bound(values, *given)
         else:
             bound = accuracy.allreduce_bound(values, call.codec, case.dtype, case.op, call.algorithm, -1)
-        error = data.to_float32(found, case.dtype) - exact
+        error = to_float32(found, case.dtype) - exact
         bad = ~(np.abs(error) <= bound)
     else:
         exact, source = values[0].astype(np.float64), part.ranks[0]
@@ -69,7 +70,7 @@ def _compare(
         expected = reference.moved(
             *(values[0], call.codec, case.dtype, index, number, round_number, source), moved=moved, added_to=before
         )
-        error = data.to_float32(found, case.dtype) - exact - (0.0 if before is None else before)
+        error = to_float32(found, case.dtype) - exact - (0.0 if before is None else before)
         bits = f"u{case.dtype.itemsize}"
         bad = found.view(bits) != expected.view(bits)
     return float(np.count_nonzero(bad)), float(error @ error), float(exact @ exact)
@@ -80,4 +81,4 @@ def _before(comm: Communicator, call: QuantizedCall, part: Stretch, seed: int) -
     case = call.case
     if not KINDS[case.kind].adds:
         return None
-    return data.to_float32(data.gaussian(comm.size + comm.rank, part.start, part.stop, case.dtype, seed), case.dtype)
+    return to_float32(data.gaussian(comm.size + comm.rank, part.start, part.stop, case.dtype, seed), case.dtype)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qccl.bench.data import from_float32, to_float32
 from qccl.codecs import NoCodec, RandomK, TopK
+from qccl.codecs.floats import from_float32, to_float32
 from qccl.codecs.operations import Operations
 from qccl.dtypes import FLOAT32, DType
 

@@ -13,11 +13,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from qccl._host import lab_port_address
 from qccl.bench.counters import Counters
 from qccl.bench.forwarder import READY
 from qccl.bench.network import Network
 from qccl.bench.tools import LabError
-from qccl.emulation import port_address as address_of
 
 __all__ = ["MTU", "Switch", "port_address"]
 
@@ -28,7 +28,7 @@ _START_SECONDS, _END_SECONDS = 60.0, 5.0
 
 def port_address(port: int) -> str:
     """The Ethernet address that the interface of port ``port`` must have: "02:71:63:63:00:01"."""
-    return address_of(port).hex(":")
+    return lab_port_address(port).hex(":")
 
 
 class Switch:

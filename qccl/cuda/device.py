@@ -13,6 +13,7 @@ from qccl.cuda.flags import RunFlags
 from qccl.cuda.garbage import Garbage
 from qccl.cuda.libraries import (
     COMPUTE_PRIORITY,
+    HOST_TO_DEVICE,
     NOT_READY,
     TRANSFER_PRIORITY,
     cuda_libraries,
@@ -27,7 +28,6 @@ __all__ = ["Device"]
 
 _EVENTS = 32
 _NOTHING = contextlib.nullcontext()
-_HOST_TO_DEVICE = 1
 
 
 class Device:
@@ -113,7 +113,7 @@ class Device:
         copy = cuda_libraries().runtime.memcpyAsync
         sources = [(address, ctypes.create_string_buffer(each, len(each))) for address, each in contents.items()]
         for address, source in sources:
-            copy(address, ctypes.addressof(source), len(source), _HOST_TO_DEVICE, self._home.ptr)
+            copy(address, ctypes.addressof(source), len(source), HOST_TO_DEVICE, self._home.ptr)
         return sources
 
     def take_event(self) -> Any:

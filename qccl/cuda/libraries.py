@@ -18,25 +18,20 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError
 
-__all__ = ["COMPUTE_PRIORITY", "LAUNCH_ORDER", "NOT_READY", "TRANSFER_PRIORITY", "Gpu", "as_qccl_error", "bounded"]
-__all__ += [
-    "check_status",
-    "cuda_libraries",
-    "device_count",
-    "device_names",
-    "event_status",
-    "hardware_of",
-    "missing",
-    "nccl_version",
-    "no_room",
+__all__ = [
+    *("COMPUTE_PRIORITY", "DEVICE_TO_HOST", "HOST_TO_DEVICE", "LAUNCH_ORDER", "NOT_READY", "ON_DEVICE"),
+    *("TRANSFER_PRIORITY", "Gpu", "as_qccl_error", "bounded", "check_status", "cuda_libraries", "device_count"),
+    *("device_names", "event_status", "hardware_of", "missing", "nccl_version", "no_room", "on_device"),
+    *("part_versions", "pick_device", "raise_translated", "record", "relaxed", "stream_status", "translated"),
+    "wait_for",
 ]
-__all__ += ["on_device", "part_versions", "pick_device", "raise_translated", "record", "relaxed", "stream_status"]
-__all__ += ["translated", "wait_for"]
 
 #: oldest versions that work
 CUPY_VERSION = 14
 NCCL_VERSION = 21800
 
+#: cudaMemcpyKind
+HOST_TO_DEVICE, DEVICE_TO_HOST, ON_DEVICE = 1, 2, 3
 #: priorities of streams, which CUDA clamps to the GPU's range: above the caller's default of 0, or encoding would queue
 #: behind the kernels of a backward pass; and a transfer that can start goes first
 COMPUTE_PRIORITY, TRANSFER_PRIORITY = -1, -2

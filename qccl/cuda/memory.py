@@ -19,7 +19,7 @@ from qccl import _host, dtypes
 from qccl.arrays import EXPONENT_BITS, Pointer, Values, check_pointer, check_unmoved, from_view, unreadable
 from qccl.codecs.base import Codec
 from qccl.cuda.kernels import kernels
-from qccl.cuda.libraries import cuda_libraries, on_device, translated
+from qccl.cuda.libraries import DEVICE_TO_HOST, HOST_TO_DEVICE, cuda_libraries, on_device, translated
 from qccl.cuda.source import NONFINITE_KERNEL, THREADS
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, InvalidBufferError
@@ -33,7 +33,6 @@ _DEVICES = {1: "host memory", 3: "pinned host memory", 10: "ROCm memory"}
 #: streams as numbers: 0 and 1 are both the legacy default stream, and DLPack knows only the 1
 _LEGACY = 1
 _NO_ORDER = -1
-_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 #: of NONFINITE_KERNEL: the index if all elements are finite, and the most blocks
 _NONE, _SCAN_BLOCKS = 2**64 - 1, 1024
 _ELEMENTS = {"<f4": "float32", "<f2": "float16", "<u2": "uint16"}
@@ -149,7 +148,7 @@ class CudaMemory:
         blocks = min(-(-values.count // THREADS), _SCAN_BLOCKS)
         with translated, on_device(self.device):
             found = gpu.cupy.cuda.alloc(ctypes.sizeof(first))
-            gpu.runtime.memcpy(found.ptr, ctypes.addressof(first), ctypes.sizeof(first), _HOST_TO_DEVICE)
+            gpu.runtime.memcpy(found.ptr, ctypes.addressof(first), ctypes.sizeof(first), HOST_TO_DEVICE)
             arguments = (
                 *(ctypes.c_uint64(values.address), ctypes.c_uint64(values.count)),
                 *(ctypes.c_uint32(values.dtype.itemsize), ctypes.c_uint32(EXPONENT_BITS[values.dtype.name])),
@@ -159,7 +158,7 @@ class CudaMemory:
             kernel, shape = kernels(self.device, [NONFINITE_KERNEL])[NONFINITE_KERNEL], (blocks, 1, 1, THREADS, 1, 1)
             gpu.driver.launchKernel(kernel, *shape, 0, 0, ctypes.addressof(pointers), 0)
             gpu.runtime.streamSynchronize(0)
-            gpu.runtime.memcpy(ctypes.addressof(first), found.ptr, ctypes.sizeof(first), _DEVICE_TO_HOST)
+            gpu.runtime.memcpy(ctypes.addressof(first), found.ptr, ctypes.sizeof(first), DEVICE_TO_HOST)
         return None if first.value == _NONE else first.value
 
     def _check_device(self, view: Any, what: str) -> None:

@@ -27,11 +27,13 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from qccl.cuda.garbage import Garbage
 from qccl.cuda.libraries import (
+    DEVICE_TO_HOST,
+    HOST_TO_DEVICE,
     LAUNCH_ORDER,
     TRANSFER_PRIORITY,
     as_qccl_error,
@@ -43,65 +45,23 @@ from qccl.cuda.libraries import (
     record,
     wait_for,
 )
-from qccl.cuda.nccl_library import call, with_reason
+from qccl.cuda.nccl_id import ID_NBYTES, agreed_id, broadcast_note
+from qccl.cuda.nccl_library import UINT8, BareCommunicator, set_up, with_reason
 from qccl.cuda.nccl_memory import NcclMemory, check_registration
 from qccl.cuda.workspace import RESERVED_NBYTES
 from qccl.dtypes import DType
-from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError
+from qccl.errors import ArgumentError, EngineError, QcclError
 from qccl.transports.base import Call, DeviceTransfer, DeviceTransport, Transport, split_groups
-from qccl.transports.strangers import printable
 from qccl.transports.topology import find_topology, machine
 
-__all__ = ["NcclTransport", "agreed_id", "get_unique_id"]
+__all__ = ["NcclTransport"]
 
-
-_UINT8 = 1
 #: ncclRedOp_t
 _OPS = {"sum": 0, "max": 2, "min": 3}
-_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _ABORT_SECONDS = 5.0
 _IN_PROGRESS = 7
 _ALIGNMENT = 64
-#: of a group's id, and of what a rank says before there is one: the id, or a reason
-_ID_NBYTES, _NOTE_NBYTES = 128, 1024
 _log = logging.getLogger("qccl")
-_T = TypeVar("_T")
-
-
-def get_unique_id() -> bytes:
-    """A new group's id: 128 bytes. One rank makes it and sends it to the others; all give it to Communicator().
-
-    Raises EngineError, with NCCL's reason, for example if it finds no network interface.
-    """
-    try:
-        return bytes(cuda_libraries().nccl.get_unique_id())
-    except Exception as error:
-        ours = as_qccl_error(error)
-        if ours is None:
-            raise
-        raise with_reason(ours) from error
-
-
-def agreed_id(rank: int, gather: Callable[[bytes], Sequence[bytes]], reason: str = "") -> bytes:
-    """Collective: a new group's id, which rank 0 makes. No rank waits for one that cannot take part.
-
-    ``gather`` returns the notes of all ranks, or of rank 0 alone; all notes have one length. ``reason`` says why this
-    rank cannot take part, if so. Then, and if rank 0 can make no id, all raise EngineError.
-    """
-    found, own = b"", None
-    if rank == 0 and not reason:
-        try:
-            found = get_unique_id()
-        except Exception as error:
-            reason, own = str(error) or type(error).__name__, error
-    note = b"-" + reason.encode(errors="backslashreplace") if reason else b"+" + found
-    notes = gather(note[:_NOTE_NBYTES].ljust(_NOTE_NBYTES, b"\0"))
-    if own is not None:
-        raise own
-    for other, each in enumerate(notes):
-        if not each.startswith(b"+"):
-            raise EngineError(f"rank {other}: {printable(each[1:].rstrip(bytes(1)))}")
-    return notes[0][1 : 1 + _ID_NBYTES]
 
 
 class NcclTransport(DeviceTransport):
@@ -130,7 +90,7 @@ class NcclTransport(DeviceTransport):
         self.stream: int = self._stream.ptr
         Garbage(device).drop_with(self, self._comms, self._memories, self._lost, [self._stream, self._event])
         try:
-            _set_up(device, timeout, "the first transfers", self._connect)
+            set_up(device, timeout, "the first transfers", self._connect)
             notes = self.allgather(f"{machine()}\n{hardware_of(device)}".encode(), timeout)
             machines, hardware = zip(*(note.decode().split("\n", 1) for note in notes), strict=True)
             self.hardware = "; ".join(f"{hardware.count(each)} x {each}" for each in sorted({*hardware}))
@@ -149,7 +109,7 @@ class NcclTransport(DeviceTransport):
     ) -> NcclTransport:  # fmt: skip
         """Collective: rank ``rank`` of ``size``; ``device`` None means the current one."""
         gpu = cuda_libraries()
-        if not isinstance(unique_id, bytes) or len(unique_id) != _ID_NBYTES:
+        if not isinstance(unique_id, bytes) or len(unique_id) != ID_NBYTES:
             raise ArgumentError(
                 "unique_id must be the 128 bytes that qccl.get_unique_id() returned on one of the ranks"
             )
@@ -159,7 +119,7 @@ class NcclTransport(DeviceTransport):
         if "torch" in sys.modules:
             os.environ.setdefault(LAUNCH_ORDER, "1")  # NCCL reads it at its first launch in the process
         make = gpu.nccl.NcclCommunicator
-        comm = _set_up(chosen, timeout, "the making of the communicator", lambda: make(size, unique_id, rank))
+        comm = set_up(chosen, timeout, "the making of the communicator", lambda: make(size, unique_id, rank))
         return cls(comm, chosen, timeout)
 
     @classmethod
@@ -185,7 +145,7 @@ class NcclTransport(DeviceTransport):
         This makes a new communicator. The given one carries one broadcast and is not changed.
         """
         cuda_libraries()
-        given = _BareCommunicator(comm) if isinstance(comm, int) else comm
+        given = BareCommunicator(comm) if isinstance(comm, int) else comm
         try:
             device, found = given.device_id(), (given.rank_id(), given.size())
         except Exception as error:
@@ -194,7 +154,7 @@ class NcclTransport(DeviceTransport):
             raise ArgumentError(
                 f"rank {rank} of {size} was given, but the communicator says rank {found[0]} of {found[1]}"
             )
-        unique_id = agreed_id(rank, lambda note: [_broadcast(given, note, device, timeout)])
+        unique_id = agreed_id(rank, lambda note: [broadcast_note(given, note, device, timeout)])
         return cls.from_unique_id(unique_id, rank, size, device, timeout)
 
     @classmethod
@@ -218,9 +178,9 @@ class NcclTransport(DeviceTransport):
         """The calls of one NCCL group, whose transfers progress independently of each other."""
         comm = self.comm
         calls: list[Call] = [
-            (comm.recv, (transfer.address, transfer.nbytes, _UINT8, transfer.peer, stream)) for transfer in receives
+            (comm.recv, (transfer.address, transfer.nbytes, UINT8, transfer.peer, stream)) for transfer in receives
         ]
-        calls += [(comm.send, (transfer.address, transfer.nbytes, _UINT8, transfer.peer, stream)) for transfer in sends]
+        calls += [(comm.send, (transfer.address, transfer.nbytes, UINT8, transfer.peer, stream)) for transfer in sends]
         return [(_grouped, (calls,))]
 
     def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
@@ -230,7 +190,7 @@ class NcclTransport(DeviceTransport):
         self._check_alive()
         color = next((i for i, ranks in enumerate(groups) if self.rank in ranks), -1)
         key = groups[color].index(self.rank) if color >= 0 else 0
-        comm = _set_up(self.device, self._timeout, "the split", lambda: self.comm.commSplit(color, key))
+        comm = set_up(self.device, self._timeout, "the split", lambda: self.comm.commSplit(color, key))
         self._made.add(groups)
         if comm is not None:
             self._groups[groups[color]] = comm
@@ -323,7 +283,7 @@ class NcclTransport(DeviceTransport):
         """By ncclCommSplit, for the host transport, too. Raises CollectiveTimeout if a rank does not take part."""
         groups = split_groups(self, color, key, timeout)
         arguments = (-1, 0) if color is None else (sorted(groups).index(color), groups[color].index(self.rank))
-        comm = _set_up(self.device, timeout, "the split", lambda: self.comm.commSplit(*arguments))
+        comm = set_up(self.device, timeout, "the split", lambda: self.comm.commSplit(*arguments))
         host = None if self.host is None else self.host.split(color, key, timeout)
         if comm is None:
             return None
@@ -389,7 +349,7 @@ class NcclTransport(DeviceTransport):
         sends = [DeviceTransfer(peer, memory.ptr, 1) for peer in peers]
         receives = [DeviceTransfer(peer, memory.ptr + _ALIGNMENT * (peer + 1), 1) for peer in peers]
         calls = self.exchange(sends, receives, self.stream) if peers else []
-        calls += [(self.comm.allGather, (memory.ptr, memory.ptr + _ALIGNMENT, 1, _UINT8, self.stream))]
+        calls += [(self.comm.allGather, (memory.ptr, memory.ptr + _ALIGNMENT, 1, UINT8, self.stream))]
         for function, arguments in calls:
             function(*arguments)
         self._finish(time.monotonic() + self._timeout)
@@ -402,9 +362,9 @@ class NcclTransport(DeviceTransport):
             memory = gpu.cupy.cuda.alloc(slot * (self.size + 1))
         host = gpu.cupy.cuda.alloc_pinned_memory(slot * (self.size + 1))
         ctypes.memmove(host.ptr, item, size)
-        gpu.runtime.memcpyAsync(memory.ptr, host.ptr, size, _HOST_TO_DEVICE, self.stream)
-        self.comm.allGather(memory.ptr, memory.ptr + slot, slot, _UINT8, self.stream)
-        gpu.runtime.memcpyAsync(host.ptr + slot, memory.ptr + slot, slot * self.size, _DEVICE_TO_HOST, self.stream)
+        gpu.runtime.memcpyAsync(memory.ptr, host.ptr, size, HOST_TO_DEVICE, self.stream)
+        self.comm.allGather(memory.ptr, memory.ptr + slot, slot, UINT8, self.stream)
+        gpu.runtime.memcpyAsync(host.ptr + slot, memory.ptr + slot, slot * self.size, DEVICE_TO_HOST, self.stream)
         self._lost.append((memory, host))
         self._finish(deadline)
         self._lost.pop()
@@ -443,59 +403,3 @@ def _abort(comm: Any) -> None:
     """Abort a communicator; NCCL sets its flags before it calls CUDA, which may block."""
     with contextlib.suppress(Exception):
         bounded(None, _ABORT_SECONDS, "abort", comm.abort)
-
-
-def _set_up(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
-    """bounded(), whose error has NCCL's reason."""
-    try:
-        return bounded(device, timeout, what, fn)
-    except (EngineError, PeerLost) as error:
-        raise with_reason(error) from error.__cause__
-
-
-class _BareCommunicator:
-    """An ncclComm_t with the methods of CuPy's NcclCommunicator that from_nccl() uses."""
-
-    def __init__(self, pointer: int) -> None:
-        if pointer <= 0:
-            raise ArgumentError(f"{pointer} is no pointer to an NCCL communicator")
-        self._pointer = ctypes.c_void_p(pointer)
-
-    def _number(self, name: str) -> int:
-        found = ctypes.c_int()
-        call(name, self._pointer, ctypes.byref(found))
-        return found.value
-
-    def rank_id(self) -> int:
-        return self._number("ncclCommUserRank")
-
-    def size(self) -> int:
-        return self._number("ncclCommCount")
-
-    def device_id(self) -> int:
-        return self._number("ncclCommCuDevice")
-
-    def broadcast(self, source: int, target: int, count: int, datatype: int, root: int, stream: int) -> None:
-        pointers = [ctypes.c_void_p(p) for p in (source, target)]
-        types = (ctypes.c_size_t(count), ctypes.c_int(datatype), ctypes.c_int(root))
-        call("ncclBroadcast", *pointers, *types, self._pointer, ctypes.c_void_p(stream))
-
-
-def _broadcast(comm: Any, note: bytes, device: int, timeout: float) -> bytes:
-    """The note of rank 0, which must have the same length on all ranks."""
-    gpu, nbytes = cuda_libraries(), len(note)
-
-    def broadcast() -> bytes:
-        cuda = gpu.cupy.cuda
-        stream = cuda.Stream(non_blocking=True)
-        with stream:
-            memory = cuda.alloc(nbytes)
-        host = cuda.alloc_pinned_memory(nbytes)
-        ctypes.memmove(host.ptr, note, nbytes)
-        gpu.runtime.memcpyAsync(memory.ptr, host.ptr, nbytes, _HOST_TO_DEVICE, stream.ptr)
-        comm.broadcast(memory.ptr, memory.ptr, nbytes, _UINT8, 0, stream.ptr)
-        gpu.runtime.memcpyAsync(host.ptr, memory.ptr, nbytes, _DEVICE_TO_HOST, stream.ptr)
-        stream.synchronize()
-        return ctypes.string_at(host.ptr, nbytes)
-
-    return _set_up(device, timeout, "the broadcast on the given communicator", broadcast)

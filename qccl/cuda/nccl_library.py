@@ -9,13 +9,17 @@ import ctypes
 import os
 import re
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from qccl.cuda.libraries import cuda_libraries
-from qccl.errors import EngineError, QcclError
+from qccl.cuda.libraries import bounded, cuda_libraries
+from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError
 
-__all__ = ["call", "check_one_library", "last_error", "library", "with_reason"]
+__all__ = ["UINT8", "BareCommunicator", "call", "check_one_library", "last_error", "library", "set_up", "with_reason"]
 
+#: ncclUint8, an ncclDataType_t
+UINT8 = 1
+_T = TypeVar("_T")
 #: what to do, by what NCCL says
 _HINTS = (
     (
@@ -46,18 +50,17 @@ def library() -> Any:
         raise EngineError(f"the NCCL library cannot be found ({error})") from error
 
 
-def check_one_library(found: Any, name: str = "ncclGetVersion") -> None:
+def check_one_library(found: Any) -> None:
     """Raise EngineError if CuPy's module may use other functions of NCCL than those of ``found``, its library.
 
     So it is where a program has loaded another one with RTLD_GLOBAL: its functions come before all others. Versions
     need not tell them apart.
     """
     everywhere = ctypes.CDLL(None)
-    if not hasattr(everywhere, name):
+    if not hasattr(everywhere, "ncclGetVersion"):
         return
-    files = [_file_of(getattr(each, name)) for each in (found, everywhere)]
-    if files[0] != files[1]:
-        needed, loaded = files
+    needed, loaded = (_file_of(each.ncclGetVersion) for each in (found, everywhere))
+    if needed != loaded:
         raise EngineError(f"CuPy needs the NCCL in {needed}, and the process has loaded the one in {loaded} for all")
 
 
@@ -108,3 +111,43 @@ def with_reason(error: QcclError) -> QcclError:
     hint = next((f"; {hint}" for words, hint in _HINTS if re.search(words, last, re.IGNORECASE)), "")
     text = f"{error}: {last}{hint}"
     return EngineError(text, error.code) if isinstance(error, EngineError) else type(error)(text)
+
+
+def set_up(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
+    """A step of a communicator's set-up: bounded(), whose error has NCCL's reason."""
+    try:
+        return bounded(device, timeout, what, fn)
+    except (EngineError, PeerLost) as error:
+        raise with_reason(error) from error.__cause__
+
+
+class BareCommunicator:
+    """An ncclComm_t as an integer, with those methods of CuPy's NcclCommunicator by which ranks can agree on an id."""
+
+    def __init__(self, pointer: int) -> None:
+        if pointer <= 0:
+            raise ArgumentError(f"{pointer} is no pointer to an NCCL communicator")
+        self._pointer = ctypes.c_void_p(pointer)
+
+    def rank_id(self) -> int:
+        """This rank."""
+        return self._number("ncclCommUserRank")
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._number("ncclCommCount")
+
+    def device_id(self) -> int:
+        """The number of this rank's GPU."""
+        return self._number("ncclCommCuDevice")
+
+    def broadcast(self, source: int, target: int, count: int, datatype: int, root: int, stream: int) -> None:
+        """Collective: ncclBroadcast."""
+        pointers = [ctypes.c_void_p(p) for p in (source, target)]
+        types = (ctypes.c_size_t(count), ctypes.c_int(datatype), ctypes.c_int(root))
+        call("ncclBroadcast", *pointers, *types, self._pointer, ctypes.c_void_p(stream))
+
+    def _number(self, name: str) -> int:
+        found = ctypes.c_int()
+        call(name, self._pointer, ctypes.byref(found))
+        return found.value

@@ -13,7 +13,16 @@ from collections.abc import Callable
 from typing import Any
 
 from qccl.cuda.device import Device
-from qccl.cuda.libraries import cuda_libraries, no_room, on_device, record, translated
+from qccl.cuda.libraries import (
+    DEVICE_TO_HOST,
+    HOST_TO_DEVICE,
+    ON_DEVICE,
+    cuda_libraries,
+    no_room,
+    on_device,
+    record,
+    translated,
+)
 from qccl.cuda.workspace import RESERVED_NBYTES
 
 __all__ = ["CudaRig"]
@@ -22,7 +31,6 @@ __all__ = ["CudaRig"]
 _NBYTES = (64 << 20, 16 << 20, 4 << 20)
 #: of the workspace, which measured calls must not enlarge: the rest is for the kernels' scratch
 _OF_WORKSPACE = 0.75
-_HOST_TO_DEVICE, _DEVICE_TO_HOST, _ON_DEVICE = 1, 2, 3
 #: cudaErrorMemoryAllocation
 _NO_ROOM = 2
 _TO_MILLISECONDS = 1e3
@@ -54,10 +62,10 @@ class CudaRig:
         nbytes = stop - start
         done = min(len(values), nbytes)
         with translated, self._device.current():
-            copy(at, ctypes.addressof(source), done, _HOST_TO_DEVICE, stream)
+            copy(at, ctypes.addressof(source), done, HOST_TO_DEVICE, stream)
             while done < nbytes:
                 more = min(done, nbytes - done)
-                copy(at + done, at, more, _ON_DEVICE, stream)
+                copy(at + done, at, more, ON_DEVICE, stream)
                 done += more
 
     def read(self, start: int, nbytes: int) -> bytes:
@@ -67,7 +75,7 @@ class CudaRig:
         self._wait(stream)  # with a deadline: a copy to memory that is not pinned has none
         with translated, self._device.current():
             copy = cuda_libraries().runtime.memcpyAsync
-            copy(ctypes.addressof(found), self.address + start, nbytes, _DEVICE_TO_HOST, stream)
+            copy(ctypes.addressof(found), self.address + start, nbytes, DEVICE_TO_HOST, stream)
         self._wait(stream)
         return found.raw
 

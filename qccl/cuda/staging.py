@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from qccl.cuda.deadline import Deadline
-from qccl.cuda.libraries import check_status, cuda_libraries
+from qccl.cuda.libraries import DEVICE_TO_HOST, HOST_TO_DEVICE, check_status, cuda_libraries
 from qccl.cuda.proxy import HostProxy, Message, TransferBatch
 from qccl.cuda.streams import StreamTask
 from qccl.errors import EngineError
@@ -25,7 +25,6 @@ from qccl.transports.base import Call
 
 __all__ = ["Staging", "check_stream_flags"]
 
-_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _ALIGNMENT = 256
 _FLAG_NBYTES = 4
 
@@ -91,10 +90,10 @@ class Staging:
             if self._queues[task] is Queue.OUT:
                 for before, back in self._before[task, number]:
                     calls += [(self._wait, (stream, flag, back)) for _, flag in before.transfers]
-                calls.append((copy, (here, there, nbytes, _DEVICE_TO_HOST, stream)))
+                calls.append((copy, (here, there, nbytes, DEVICE_TO_HOST, stream)))
             else:
                 calls += [(self._wait, (stream, flag, 0)) for _, flag in copied.transfers]
-                calls.append((copy, (there, here, nbytes, _HOST_TO_DEVICE, stream)))
+                calls.append((copy, (there, here, nbytes, HOST_TO_DEVICE, stream)))
             calls.append((self._set, (stream, copied.flag)))
         return calls
 

@@ -6,11 +6,9 @@ import ctypes
 from typing import Any
 
 from qccl.cuda.device import Device
-from qccl.cuda.libraries import cuda_libraries, on_device
+from qccl.cuda.libraries import DEVICE_TO_HOST, cuda_libraries, on_device
 
 __all__ = ["DeviceState"]
-
-_DEVICE_TO_HOST = 2
 
 
 class DeviceState:
@@ -32,6 +30,6 @@ class DeviceState:
         """A copy of ``nbytes`` from ``start``."""
         runtime, copy, home = cuda_libraries().runtime, ctypes.create_string_buffer(nbytes), self._device.home
         with on_device(self._device.number):
-            runtime.memcpyAsync(ctypes.addressof(copy), self.address + start, nbytes, _DEVICE_TO_HOST, home)
+            runtime.memcpyAsync(ctypes.addressof(copy), self.address + start, nbytes, DEVICE_TO_HOST, home)
             runtime.streamSynchronize(home)
         return copy.raw

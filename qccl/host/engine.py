@@ -98,8 +98,7 @@ class HostEngine:
         self._spare = Execution(self)
         self._over: list[Execution] = []  # ended or failed, with functions to call once the lock is released
         self._failure: QcclError | None = None
-        self._failure_broadcast = False
-        self._failure_sent = False  # and the transport was released
+        self._failure_sent = False  # to the other ranks, and the transport was released
         self._closed = False
         wire = transport.wire or _host.PythonWire(transport)
         self._loop = _host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL)
@@ -255,8 +254,7 @@ class HostEngine:
             return
         self._end_progress_thread()
         self._closed, self._failure = True, PeerLost(reason)
-        with contextlib.suppress(QcclError):
-            self._shutdown.send(Kind.CLOSE, reason)
+        self._shutdown.tell(Kind.CLOSE, reason)
         self._shutdown.flush()
         _live.discard(self)
 
@@ -503,10 +501,7 @@ class HostEngine:
             execution.failure = self._failure
             self._over.append(execution)
         self._loop.halt()
-        if not self._failure_broadcast:
-            with contextlib.suppress(QcclError):
-                self._shutdown.send(kind, text)
-            self._failure_broadcast = True
+        self._shutdown.tell(kind, text)
         try:
             self._shutdown.flush()
             if kind is Kind.MISMATCH:
@@ -533,9 +528,8 @@ class HostEngine:
                 self._fail(PeerLost(reason), Kind.ABORT, reason)
             else:
                 self._failure, self._failure_sent = PeerLost(reason), True
-                with contextlib.suppress(QcclError):
-                    self._shutdown.send(Kind.CLOSE, str(self._failure))
-                    self._shutdown.flush()
+                self._shutdown.tell(Kind.CLOSE, str(self._failure))
+                self._shutdown.flush()
         self._lock.release()
 
 

@@ -29,10 +29,14 @@ class Shutdown:
     def __init__(self, loop: _host.Loop) -> None:
         self._loop = loop
         self.left: dict[int, str] = {}
+        self._is_told = False
 
-    def send(self, kind: Kind, text: str) -> None:
-        """Begin to send this rank's last control message to all others."""
-        self._loop.broadcast_control(Header(kind, 0, text).pack() + data_nbytes(0))
+    def tell(self, kind: Kind, text: str) -> None:
+        """Begin to send this rank's last control message to all others, unless that was done before."""
+        if not self._is_told:
+            with contextlib.suppress(QcclError):
+                self._send(kind, text)
+            self._is_told = True
 
     def flush(self) -> None:
         """Wait a moment until it is sent."""
@@ -53,13 +57,16 @@ class Shutdown:
     def close(self, text: str, timeout: float, on_control: Callable[[int, bytes], None]) -> bool:
         """Collective: leave when all other ranks do. False if some have not after ``timeout`` seconds."""
         deadline, idle = time.monotonic() + timeout, 0
-        self.send(Kind.CLOSE, text)
+        self._send(Kind.CLOSE, text)
         while self._loop.control_sends or self._are_missing():
             idle += 1
             self._loop.drain(idle, on_control)
             if time.monotonic() > deadline:
                 return False
         return True
+
+    def _send(self, kind: Kind, text: str) -> None:
+        self._loop.broadcast_control(Header(kind, 0, text).pack() + data_nbytes(0))
 
     def _are_missing(self, refused: int = 0) -> bool:
         """Whether last control messages of other ranks are missing, beside those of ``refused`` ranks."""

@@ -69,7 +69,7 @@ class Compression:
         warmup_steps: int,
         timeout: float | None,
         trace: list[TraceEvent] | None,
-        auto: AutoCodec | None = None,
+        auto: AutoCodec | None,
     ) -> None:
         self.lr: float | None = None
         self.step = 0

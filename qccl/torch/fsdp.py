@@ -19,11 +19,10 @@ from qccl.arguments import CodecLike, checked_codec, codec_text, is_auto, lossie
 from qccl.codecs import Codec, NoCodec
 from qccl.communicator import Communicator
 from qccl.errors import ArgumentError
+from qccl.torch.groups import ENCODED
 
 __all__ = ["AllGather", "ReduceScatter", "checked_communicator", "sharded_modules"]
 
-#: element types that codecs encode; PyTorch moves the others exactly
-_ENCODED = (torch.float32, torch.float16, torch.bfloat16)
 #: reductions that qccl does, by PyTorch's; PyTorch does the others, such as PREMUL_SUM
 _OPS = ((dist.ReduceOp.AVG, "avg"), (dist.ReduceOp.SUM, "sum"))
 
@@ -212,7 +211,7 @@ def checked_communicator(comm: Any) -> Communicator:
 
 
 def _encodes(codec: Codec, tensor: torch.Tensor) -> bool:
-    return codec != NoCodec() and tensor.dtype in _ENCODED
+    return codec != NoCodec() and tensor.dtype in ENCODED
 
 
 def _same_ranks(comm: Communicator, group: dist.ProcessGroup) -> bool:

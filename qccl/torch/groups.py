@@ -20,10 +20,10 @@ from qccl.costs.step import encoded_nbytes
 from qccl.errors import ArgumentError
 from qccl.torch.factors import matrix_shape
 
-__all__ = ["ParameterGroup", "Policy", "aligned", "faster", "form_groups", "rank_within", "table"]
+__all__ = ["ENCODED", "ParameterGroup", "Policy", "aligned", "faster", "form_groups", "rank_within", "table"]
 
-#: element types that codecs encode; the process group itself reduces the others
-_ENCODED = (torch.float32, torch.float16, torch.bfloat16)
+#: element types that codecs encode; PyTorch itself moves and reduces the others
+ENCODED = (torch.float32, torch.float16, torch.bfloat16)
 #: factors must have at least so many times fewer elements than the matrix, as in PyTorch's PowerSGD hook
 #: (min_compression_rate)
 _LOW_RANK_GAIN = 2
@@ -123,7 +123,7 @@ class Policy:
 
     def codec_of(self, name: str, parameter: Any) -> Codec | None:
         """The codec of a parameter; None: the process group reduces it."""
-        if parameter.dtype not in _ENCODED:
+        if parameter.dtype not in ENCODED:
             return None
         if any(fnmatchcase(name, pattern) for pattern in self.exclude):
             return self._uncompressed()
@@ -137,7 +137,7 @@ class Policy:
     def takes_codec(self, name: str, parameter: Any) -> bool:
         """Whether a parameter has ``codec``: no pattern names it, it is large, and its elements can be encoded."""
         is_named = any(fnmatchcase(name, pattern) for pattern in (*self.exclude, *self.codecs))
-        return parameter.dtype in _ENCODED and self._is_large(parameter) and not is_named
+        return parameter.dtype in ENCODED and self._is_large(parameter) and not is_named
 
     def rank_of(self, name: str, parameter: Any) -> int:
         """The rank of the factors by which a parameter's gradient travels; 0: it travels itself.

@@ -33,9 +33,8 @@ def allow(ranks: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
-def shortage(ranks: int, of: int | None = None) -> str:
-    """Why a process cannot connect to so many ranks over TCP; nothing if it can. ``of``: what left() said there."""
-    found = left() if of is None else of
+def shortage(ranks: int, found: int) -> str:
+    """Why a process where left() has ``found`` so many cannot connect to these ranks over TCP; nothing if it can."""
     if found >= ranks + _SPARE:
         return ""
     return (

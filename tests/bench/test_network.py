@@ -9,13 +9,13 @@ from pathlib import Path as File
 import pytest
 from click.testing import CliRunner
 
+from qccl._host import LabNetwork
 from qccl.bench.cli import main
 from qccl.bench.counters import Counters, Lapses
 from qccl.bench.network import Network, Path, Site
 from qccl.bench.network_options import NetworkOptions
 from qccl.bench.sites import parse_sites, sites_file
 from qccl.bench.sizes import parse_link, parse_loss
-from qccl.emulation import NetworkModel
 from qccl.errors import ArgumentError
 
 RATE = 1e6
@@ -28,7 +28,7 @@ class Model:
         self, sites: int = 2, *, up: float = RATE, down: float = RATE, queue: float = 0.1, seed: int = 1, **path: float
     ) -> None:
         self.counters = Counters(sites)
-        self._network = NetworkModel([(up, queue, down, queue)] * sites, seed, self.counters.addresses[1])
+        self._network = LabNetwork([(up, queue, down, queue)] * sites, seed, self.counters.addresses[1])
         for pair in itertools.permutations(range(sites), 2):
             self._network.set_path(*pair, path.get("delay", 0.0), path.get("jitter", 0.0), path.get("loss", 0.0))
         self.send, self.next = self._network.send, self._network.next

@@ -10,15 +10,14 @@ from laws import assert_same_bits, expected, stored
 import qccl
 from qccl import codecs, dtypes
 from qccl.bench import accuracy, data, reference
+from qccl.codecs.floats import from_float32, to_float32
 
 COUNT = 3 * 1024 + 17
 
 
 def inputs(size: int, dtype: dtypes.DType, scale: float = 1.0) -> list[np.ndarray]:
-    values = [
-        data.to_float32(data.gaussian(r, 0, COUNT, dtype, seed=5), dtype) * np.float32(scale) for r in range(size)
-    ]
-    return [data.to_float32(data.from_float32(v, dtype), dtype) for v in values]
+    values = [to_float32(data.gaussian(r, 0, COUNT, dtype, seed=5), dtype) * np.float32(scale) for r in range(size)]
+    return [to_float32(from_float32(v, dtype), dtype) for v in values]
 
 
 def shards(size: int, algorithm: str) -> int:
@@ -27,9 +26,9 @@ def shards(size: int, algorithm: str) -> int:
 
 def results(values: list[np.ndarray], codec: str, dtype: dtypes.DType, op: str, algorithm: str) -> np.ndarray:
     def call(comm: qccl.Communicator) -> np.ndarray:
-        x = data.from_float32(values[comm.rank], dtype)
+        x = from_float32(values[comm.rank], dtype)
         comm.quantized_allreduce(x, codec=codec, op=op, algorithm=algorithm, dtype=dtype)
-        return data.to_float32(x, dtype)
+        return to_float32(x, dtype)
 
     return qccl.run_ranks(len(values), call)[0]
 
@@ -126,7 +125,7 @@ def test_the_reference_of_the_benchmark_is_the_oracles(
     """In pieces of whole buckets, and in a call that is not the first."""
     case = Case(size, 1500, kind, dtype, op, codec, algorithm, None, False)
     parsed, element, call = codecs.get(codec), dtypes.get(dtype), 3
-    values = [data.to_float32(stored(case.input(r)), element) for r in range(size)]
+    values = [to_float32(stored(case.input(r)), element) for r in range(size)]
     found = np.concatenate(
         [
             reference.allreduce([v[a:b] for v in values], parsed, element, op, algorithm, owner, a, call)

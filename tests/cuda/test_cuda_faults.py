@@ -1,4 +1,4 @@
-"""Failures on fake GPUs: mismatches, deadlines, errors of the libraries, and the end of communicators."""
+"""Failures on fake GPUs: mismatches, errors of the libraries, and the end of communicators."""
 
 from __future__ import annotations
 
@@ -10,24 +10,12 @@ import weakref
 from types import SimpleNamespace
 
 import fake_cuda
-import fake_nccl
 import numpy as np
 import pytest
 from cuda_ranks import called, captured, one, pair, ranks, values
 
 import qccl
 from qccl.cuda import libraries
-
-
-def wait_for_abort(world, blocked):
-    """Return when rank 0 has aborted NCCL, while the thread ``blocked`` runs."""
-    deadline = time.monotonic() + 5
-    while ("abort", 0) not in world.calls:
-        assert blocked.is_alive() and time.monotonic() < deadline, "nothing was aborted"
-        time.sleep(0.01)
-
-
-# -- agreement and faults --------------------------------------------------------------------------------------------
 
 
 def test_ranks_that_disagree(cupy):
@@ -56,43 +44,6 @@ def test_the_agreement_is_asked_for_once(cupy):
         return len(asked)
 
     assert ranks(2, run) == [1, 1]
-
-
-def test_a_rank_that_stays_away(world, cupy):
-    def run(comm):
-        x = fake_cuda.array(values(comm.rank, 100), comm.rank)
-        comm.quantized_allreduce(x)
-        comm.check()
-        comm.barrier()
-        if comm.rank == 1:
-            time.sleep(1.0)
-            return None
-        work = comm.quantized_allreduce(x, async_op=True, timeout=0.3)
-        begin = time.monotonic()
-        with pytest.raises(qccl.CollectiveTimeout, match="allreduce"):
-            work.synchronize()
-        assert isinstance(work.exception(), qccl.CollectiveTimeout)
-        for call in (lambda: comm.quantized_allreduce(x), comm.check, comm.barrier):
-            with pytest.raises(qccl.CollectiveTimeout, match="earlier"):
-                call()
-        return time.monotonic() - begin < 5
-
-    assert ranks(2, run)[0] is True
-    assert ("abort", 0) in world.calls
-
-
-def test_the_watchdog_needs_nobody_who_waits(world, cupy):
-    def run(comm):
-        x, out = called(comm)
-        world.ends = False
-        comm.quantized_allreduce(x, out, timeout=0.2)  # a program that never asks
-        time.sleep(0.6)
-        assert ("abort", 0) in world.calls
-        world.ends = True
-        with pytest.raises(qccl.CollectiveTimeout):
-            comm.check()
-
-    one(run)
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, qccl.EngineError), (6, qccl.PeerLost)])
@@ -222,20 +173,6 @@ def test_a_call_can_be_asked_for_while_the_thread_captures(world, cupy):
     one(run)
 
 
-def test_the_deadline_counts_from_the_first_step_on_the_device(world, cupy):
-    """The caller's own work before a call may take longer than the call's timeout."""
-
-    def run(comm):
-        x, out = called(comm)
-        world.frozen = True
-        work = comm.quantized_allreduce(x, out, async_op=True, timeout=0.2)
-        time.sleep(0.6)
-        world.frozen = False
-        assert work.synchronize() is out
-
-    one(run)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_results_after_a_failure_are_nan(dtype, world, cupy):
     """What the caller's stream does next cannot take garbage for a result, although the host has not waited."""
@@ -277,46 +214,6 @@ def test_replays_after_a_failure_give_nan(world, cupy):
     assert one(run)
 
 
-def test_the_deadline_while_a_thread_waits_for_room_in_a_full_queue(world, cupy):
-    """The driver answers no question meanwhile, so the watchdog must ask none."""
-
-    def run(comm):
-        x, out = called(comm)
-        world.ends, world.queue_entries = False, 40
-        comm.quantized_allreduce(x, out, timeout=0.3)  # the caller's stream waits for this
-        caller = threading.Thread(target=lambda: [world.put(0, "a kernel of the caller") for _ in range(60)])
-        caller.start()
-        wait_for_abort(world, caller)
-        world.ends = True
-        caller.join(10)
-        with pytest.raises(qccl.CollectiveTimeout, match="deadline"):
-            comm.check()
-
-    one(run)
-
-
-def test_the_deadline_while_a_wait_has_no_room_in_a_full_queue(world, cupy):
-    """Making the caller's stream wait for a call blocks, too, and must not hold up the watchdog."""
-
-    def run(comm):
-        x, out = called(comm)
-        world.ends = False
-        world.holds = lambda node: node.what == "a kernel of the caller"
-        work = comm.quantized_allreduce(x, out, async_op=True, timeout=0.3)
-        for _ in range(40):
-            world.put(0, "a kernel of the caller")
-        world.queue_entries = 40
-        waiter = threading.Thread(target=work.wait)
-        waiter.start()
-        wait_for_abort(world, waiter)
-        world.ends, world.holds = True, lambda node: False
-        waiter.join(10)
-        with pytest.raises(qccl.CollectiveTimeout, match="deadline"):
-            comm.check()
-
-    one(run)
-
-
 def test_a_failure_while_a_call_is_being_started(world, cupy, monkeypatch):
     """The call is not among those that the failure has ended, and must not seem to end well later."""
 
@@ -348,62 +245,6 @@ def test_a_call_that_has_ended_does_not_fail_although_nobody_has_noticed(world, 
     one(run)
 
 
-def test_the_runs_under_way_leave_room_in_the_queues(world, cupy):
-    """A caller who never waits is stopped before a launch blocks: the queue of a stream holds about 1,024 entries."""
-    calls, fullest = 600, 0
-
-    def run(comm):
-        nonlocal fullest
-        x, out = pair()
-        plan = comm.plan("allreduce", 100, codec="minmax8").bind(x, out)
-        plan.start().synchronize()
-        world.frozen = True
-        done = []
-        caller = threading.Thread(target=lambda: [done.append(plan.start()) for _ in range(calls)])
-        caller.start()
-        before = -1
-        while before < len(done) < calls:
-            before = len(done)
-            time.sleep(0.3)
-        assert len(done) < calls
-        fullest = max(world._queued(stream) for stream in world.tail)
-        world.frozen = False
-        caller.join(60)
-        comm.check()
-        return len(done)
-
-    assert one(run, timeout=60.0) == calls
-    assert 100 < fullest < 1024
-
-
-def test_waiting_for_room_has_a_deadline_though_no_call_begins(world, cupy):
-    """The queues are full behind work of the caller that never ends."""
-
-    def run(comm):
-        x, out = pair()
-        plan = comm.plan("allreduce", 100, codec="minmax8").bind(x, out)
-        plan.start().synchronize()
-        world.frozen, errors = True, []
-
-        def fill():
-            try:
-                while True:
-                    plan.start(timeout=0.3)
-            except qccl.QcclError as error:
-                errors.append(error)
-
-        caller = threading.Thread(target=fill)
-        caller.start()
-        caller.join(10)
-        world.frozen = False
-        [error] = errors
-        assert isinstance(error, qccl.CollectiveTimeout)
-        return str(error)
-
-    assert "waited 0.3 s for an earlier call to begin" in one(run)
-    assert ("abort", 0) in world.calls
-
-
 def test_an_abort_tells_the_other_ranks_before_nccl_frees_what_they_read(world, cupy):
     """NCCL needs all ranks of a node to abort (NVIDIA/nccl issue 863); results are poisoned before that."""
 
@@ -419,27 +260,6 @@ def test_an_abort_tells_the_other_ranks_before_nccl_frees_what_they_read(world, 
 
     assert one(run) == [(True, 1, False)]
     assert ("abort", 0) in world.calls
-
-
-def test_a_function_that_blocks_holds_up_no_deadline(world, cupy):
-    """One of Work.add_done_callback(), of a call that has ended well."""
-
-    def run(comm):
-        called, release = threading.Event(), threading.Event()
-        world.frozen = True
-        work = comm.quantized_allreduce(*pair(), async_op=True)
-        work.add_done_callback(lambda _: (called.set(), release.wait(20)))
-        world.frozen = False
-        assert called.wait(10)
-        world.ends = False
-        comm.quantized_allreduce(*pair(), async_op=True, timeout=0.2)
-        try:
-            wait_for_abort(world, threading.current_thread())
-        finally:
-            release.set()
-            world.ends = True
-
-    one(run)
 
 
 def test_a_communicator_that_does_not_end(world, cupy, monkeypatch):
@@ -500,35 +320,6 @@ def test_errors_of_the_libraries_are_ours(cupy):
     assert libraries.as_qccl_error(KeyError("x")) is None
 
 
-def test_a_timeout_of_the_wait(world, cupy):
-    def run(comm):
-        x, out = called(comm)
-        world.frozen = True
-        with pytest.raises(qccl.CollectiveTimeout, match=r"0\.1 s"):
-            comm.quantized_allreduce(x, out, async_op=True).wait(timeout=0.1)
-
-    one(run)
-
-
-def test_a_timeout_of_the_check(world, cupy):
-    def run(comm):
-        x, out = pair()
-        world.frozen = True
-        comm.quantized_allreduce(x, out)
-        with pytest.raises(qccl.CollectiveTimeout, match=r"rank 0 has pending calls that did not end within 0\.1 s"):
-            comm.check(timeout=0.1)
-
-    one(run)
-
-
-def test_making_a_communicator_has_a_deadline(cupy, monkeypatch):
-    monkeypatch.setattr(fake_nccl, "BARRIER_SECONDS", 20.0)
-    begin = time.monotonic()
-    with pytest.raises(qccl.CollectiveTimeout, match="making of the communicator"):
-        qccl.Communicator(qccl.get_unique_id(), 0, 2, timeout=0.2)
-    assert time.monotonic() - begin < 10
-
-
 def test_closing(world, cupy):
     def run(comm):
         x = fake_cuda.array(values(comm.rank, 5000), comm.rank)
@@ -583,79 +374,3 @@ def test_a_call_that_cannot_be_captured_changes_nothing(cupy):
         comm.check()
 
     one(run)
-
-
-# -- what nobody refers to any more ----------------------------------------------------------------------------------
-
-
-def test_a_watchdog_that_collects_another_communicator_keeps_its_deadline(world, cupy, monkeypatch):
-    """The collector of garbage runs in any thread, and NCCL may end a communicator only when the device goes on."""
-    threads = []
-
-    def wait_for_the_device(dropped):
-        if getattr(dropped, "_world", None) is not world:  # of an earlier test
-            return
-        threads.append(threading.current_thread().name)
-        deadline = time.monotonic() + 8
-        while ("abort", 0) not in world.calls and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-    def run(comm):
-        x, out = called(comm)
-        other = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0)
-        called(other)
-        cycle = [other]
-        cycle.append(cycle)
-        ended, collect, check = threading.Event(), threading.Event(), comm.transport.check
-        weakref.finalize(other._session.engine, ended.set)
-
-        def check_and_collect():
-            if collect.is_set() and not ended.is_set():
-                gc.collect()
-            check()
-
-        comm.transport.check = check_and_collect
-        world.communicators.clear()  # the fake's own references
-        monkeypatch.setattr(fake_nccl.NcclCommunicator, "__del__", wait_for_the_device, raising=False)
-        del other, cycle
-        world.ends = False
-        comm.quantized_allreduce(x, out, timeout=0.3)
-        collect.set()
-        begin = time.monotonic()
-        while ("abort", 0) not in world.calls:
-            assert time.monotonic() < begin + 5, "the watchdog is blocked"
-            time.sleep(0.01)
-        assert ended.is_set()
-        world.ends = True
-
-    gc.disable()
-    try:
-        one(run)
-    finally:
-        gc.enable()
-    world.finish(lambda: threads)
-    assert set(threads) == {"garbage of qccl"}
-
-
-def test_the_watchdog_frees_no_arrays(world, cupy):
-    threads = []
-
-    class Kept:
-        def __del__(self):
-            threads.append(threading.current_thread().name)
-
-    def run(comm):
-        x, out = called(comm)
-        x.kept = Kept()
-        world.frozen = True
-        comm.quantized_allreduce(x, out)
-        del x
-        assert not threads
-        world.frozen = False
-        deadline = time.monotonic() + 5
-        while not threads:  # a program that never asks
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-    one(run)
-    assert threads == ["garbage of qccl"]

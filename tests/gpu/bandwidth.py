@@ -20,7 +20,7 @@ from reports import report
 
 from qccl import codecs, dtypes
 from qccl.codecs.base import Codec
-from qccl.cuda.libraries import cuda_libraries, device_names
+from qccl.cuda.libraries import HOST_TO_DEVICE, ON_DEVICE, cuda_libraries, device_names
 from qccl.dtypes import DType
 from qccl.engine.base import Bound, Request
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Role, Schedule, Span
@@ -34,7 +34,6 @@ _TILED = ("minmax8", "minmax4", "minmax8:rounding=stochastic", "cast:dtype=float
 _SPECS = {**dict.fromkeys(_TILED, _KINDS), "trellis4": ("decode",)}
 #: the kernels of which first_figures() tells the rate
 _FIRST = (("encode", "minmax4", dtypes.BFLOAT16), ("reduce", "minmax8", dtypes.BFLOAT16))
-_TO_DEVICE, _ON_DEVICE = 1, 3
 _NCCL_FLOAT32, _NCCL_SUM = 7, 0
 
 
@@ -150,7 +149,7 @@ def _copy_rate(stream: Any, nbytes: int, repeats: int) -> float:
     gpu = cuda_libraries()
     source, target = (gpu.cupy.cuda.alloc(nbytes) for _ in range(2))
     gpu.runtime.memset(source.ptr, 1, nbytes)
-    arguments = (target.ptr, source.ptr, nbytes, _ON_DEVICE, stream.ptr)
+    arguments = (target.ptr, source.ptr, nbytes, ON_DEVICE, stream.ptr)
     return 2 * nbytes / _seconds(lambda: gpu.runtime.memcpyAsync(*arguments), stream, repeats)
 
 
@@ -204,7 +203,7 @@ def _memory(dtype: DType, count: int) -> dict[str, Any]:
     pool = pool.astype(dtype.name) if dtype is dtypes.FLOAT16 else pool
     for start in range(0, nbytes, pool.nbytes):
         part = min(pool.nbytes, nbytes - start)
-        gpu.runtime.memcpy(memory["values"].ptr + start, pool.ctypes.data, part, _TO_DEVICE)
+        gpu.runtime.memcpy(memory["values"].ptr + start, pool.ctypes.data, part, HOST_TO_DEVICE)
     return memory
 
 

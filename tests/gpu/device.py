@@ -10,11 +10,10 @@ import numpy as np
 
 from qccl.communicator import Communicator
 from qccl.cuda import CudaBackend
-from qccl.cuda.libraries import cuda_libraries
+from qccl.cuda.libraries import DEVICE_TO_HOST, HOST_TO_DEVICE, ON_DEVICE, cuda_libraries
 from qccl.transports.base import Call, DeviceTransfer, Group, Transport
 
 GUARD = 256
-_TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
 
 SOURCE = r"""
 extern "C" __global__ void spin(unsigned long long nanoseconds) {
@@ -38,30 +37,27 @@ extern "C" __global__ void race(unsigned* to) {
 
 
 class DeviceArray:
-    """A copy of ``values`` on the GPU, between guard areas, ``shift`` bytes from a multiple of 256.
+    """A copy of ``values`` on the GPU, between guard areas. It shows itself by the array interface."""
 
-    It shows itself by the array interface, with ``stream`` as its producer's stream where one is given.
-    """
-
-    def __init__(self, values: np.ndarray, *, shift: int = 0, stream: int | None = None) -> None:
+    def __init__(self, values: np.ndarray) -> None:
         self._runtime, cuda = cuda_libraries().runtime, cuda_libraries().cupy.cuda
-        self.nbytes, self.dtype, self.shape, self.stream = values.nbytes, values.dtype, values.shape, stream
-        self._memory = cuda.alloc(values.nbytes + 2 * GUARD + shift)
-        self.ptr = self._memory.ptr + GUARD + shift
-        edges = np.full(values.nbytes + 2 * GUARD + shift, 0x5A, np.uint8)
-        self._copy(self._memory.ptr, edges.ctypes.data, edges.nbytes, _TO_DEVICE)
+        self.nbytes, self.dtype, self.shape = values.nbytes, values.dtype, values.shape
+        self._memory = cuda.alloc(values.nbytes + 2 * GUARD)
+        self.ptr = self._memory.ptr + GUARD
+        edges = np.full(values.nbytes + 2 * GUARD, 0x5A, np.uint8)
+        self._copy(self._memory.ptr, edges.ctypes.data, edges.nbytes, HOST_TO_DEVICE)
         self.put(values)
 
     def put(self, values: np.ndarray) -> None:
         values = np.ascontiguousarray(values)
         assert values.nbytes == self.nbytes
-        self._copy(self.ptr, values.ctypes.data, values.nbytes, _TO_DEVICE)
+        self._copy(self.ptr, values.ctypes.data, values.nbytes, HOST_TO_DEVICE)
 
     def get(self) -> np.ndarray:
         """The values, after all work on the GPU. Asserts that the guard areas are unchanged."""
         self._runtime.deviceSynchronize()
         whole = np.empty(self.nbytes + 2 * GUARD, np.uint8)
-        self._copy(whole.ctypes.data, self.ptr - GUARD, whole.nbytes, _TO_HOST)
+        self._copy(whole.ctypes.data, self.ptr - GUARD, whole.nbytes, DEVICE_TO_HOST)
         assert (whole[:GUARD] == 0x5A).all() and (whole[GUARD + self.nbytes :] == 0x5A).all(), "written outside"
         return whole[GUARD : GUARD + self.nbytes].view(self.dtype).reshape(self.shape).copy()
 
@@ -74,7 +70,7 @@ class DeviceArray:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         names = {"float32": "<f4", "float16": "<f2", "uint16": "<u2"}
         interface = {"shape": self.shape, "typestr": names[self.dtype.name], "data": (self.ptr, False), "version": 3}
-        return interface | {"strides": None, "stream": self.stream}
+        return interface | {"strides": None, "stream": None}
 
 
 class Kernels:
@@ -129,7 +125,7 @@ class Mirror:
         by_peer = {transfer.peer: transfer for transfer in sends}
         for transfer in receives:
             nbytes = min(transfer.nbytes, by_peer[transfer.peer].nbytes)
-            copy = (transfer.address, by_peer[transfer.peer].address, nbytes, _ON_DEVICE, stream)
+            copy = (transfer.address, by_peer[transfer.peer].address, nbytes, ON_DEVICE, stream)
             calls.append((self._runtime.memcpyAsync, copy))
         return calls
 
@@ -196,7 +192,7 @@ def _known(stream: int) -> Any:
 
 
 @contextmanager
-def mirrored(size: int = 2, seconds_per_byte: float = 0.0, timeout: float = 60.0) -> Any:
-    """A communicator over a Mirror."""
-    with Communicator._from_transport(Mirror(size, seconds_per_byte), timeout, CudaBackend) as comm:
+def mirrored(seconds_per_byte: float = 0.0) -> Any:
+    """A communicator over a Mirror of two ranks."""
+    with Communicator._from_transport(Mirror(2, seconds_per_byte), 60.0, CudaBackend) as comm:
         yield comm

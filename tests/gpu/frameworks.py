@@ -163,10 +163,10 @@ def _jax_arrays(jax: Any, device: Any) -> list[str]:
     return types
 
 
-def _jax_order(jax: Any, device: Any, rounds: int = 2000) -> float:
+def _jax_order(jax: Any, device: Any) -> float:
     """The call waits for what JAX still computes: a loop over all values. Returns the host's time in the call."""
     values = _values(2, 1 << 20)
-    slow = jax.jit(lambda x: jax.lax.fori_loop(0, rounds, lambda i, y: -y, x))
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 2000, lambda i, y: -y, x))
     x = jax.device_put(values, device)
     slow(x).block_until_ready()  # now it is compiled
     stream = cuda_libraries().cupy.cuda.Stream(non_blocking=True)

@@ -10,9 +10,8 @@ from device import mirrored
 from reports import Missing
 
 import qccl
-from qccl.cuda.libraries import cuda_libraries
+from qccl.cuda.libraries import DEVICE_TO_HOST, HOST_TO_DEVICE, ON_DEVICE, cuda_libraries
 
-_TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
 _ARGUMENTS: dict[str, Any] = {"codec": "minmax8", "algorithm": "one_shot"}
 #: bytes of memory per element: 2 of the array, and codes sent and received, up to three chunks of each
 _BYTES_PER_ELEMENT = 2 + 2 * 3 * 1.1
@@ -44,9 +43,9 @@ def check(count: int = (1 << 31) + 12_345, period: int = 1 << 24) -> dict[str, A
 def _fill(address: int, values: np.ndarray, count: int) -> None:
     """Copy ``values`` to the device over and over."""
     runtime = cuda_libraries().runtime
-    runtime.memcpy(address, values.ctypes.data, values.nbytes, _TO_DEVICE)
+    runtime.memcpy(address, values.ctypes.data, values.nbytes, HOST_TO_DEVICE)
     for start in range(values.size, count, values.size):
-        runtime.memcpy(address + 2 * start, address, 2 * min(values.size, count - start), _ON_DEVICE)
+        runtime.memcpy(address + 2 * start, address, 2 * min(values.size, count - start), ON_DEVICE)
     runtime.deviceSynchronize()
 
 
@@ -55,6 +54,6 @@ def _compare(address: int, count: int, expected: np.ndarray, last: np.ndarray) -
     for start in range(0, count, expected.size):
         wanted = expected if count - start >= expected.size else last
         part = found[: wanted.size]
-        cuda_libraries().runtime.memcpy(part.ctypes.data, address + 2 * start, part.nbytes, _TO_HOST)
+        cuda_libraries().runtime.memcpy(part.ctypes.data, address + 2 * start, part.nbytes, DEVICE_TO_HOST)
         bad = np.flatnonzero(part.view(np.uint16) != wanted.view(np.uint16))
         assert not bad.size, f"element {start + bad[0]} of {count} differs from the host's"

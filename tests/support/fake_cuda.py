@@ -149,63 +149,42 @@ def _write_value(world: World, stream: int, address: int, value: int, flags: int
     return (_Result.CUDA_SUCCESS,)
 
 
+def _module(name: str, **content: Any) -> ModuleType:
+    made = ModuleType(name)
+    made.__dict__.update(content)
+    return made
+
+
 def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
     """The modules to put into sys.modules; ``kernels(name, arguments)`` returns what a launch does."""
-    functions: dict[int, str] = {}
+    functions: dict[int, str] = {}  # the kernels that were loaded, by their pointers
+    runtime, driver, nccl = _runtime(world), _launching_driver(world, kernels, functions), _nccl(world)
+    cuda = _cuda(world, functions, runtime=runtime, driver=driver, nccl=nccl)
+    bindings = _bindings(world)
+    package = _module("cuda", bindings=_module("cuda.bindings", driver=bindings))
+    return {
+        "cupy": _cupy(world, cuda),
+        "cupy.cuda": cuda,
+        "cupy.cuda.runtime": runtime,
+        "cupy.cuda.driver": driver,
+        "cupy.cuda.nccl": nccl,
+        "cuda": package,
+        "cuda.bindings": package.bindings,
+        "cuda.bindings.driver": bindings,
+    }
 
-    def module(name: str, **content: Any) -> ModuleType:
-        made = ModuleType(name)
-        made.__dict__.update(content)
-        return made
 
-    def launch(f: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int, stream: int, args: int, extra: int) -> None:  # fmt: skip  # noqa: E501
-        world.calls.append(("launch", functions[f], stream))
-        assert gx > 0 < gy and gz > 0 < bx and extra == 0
-        world.put(stream, functions[f], kernels(functions[f], (gx, gy, gz), args))
-
-    def raw_module(*, code: str, options: tuple[str, ...]) -> Any:
-        def get_function(name: str) -> Any:
-            return lambda grid, block, arguments: world.put(
-                world.local.streams[-1].ptr, name, lambda: _SIMPLE[name](*map(int, arguments))
-            )
-
-        return SimpleNamespace(get_function=get_function)
-
-    def compile_using_nvrtc(code: str, options: tuple[str, ...], *, name_expressions: tuple[str, ...]) -> Any:
-        world.forbid_in_capture()
-        assert "#include" in code and "--fmad=false" in options
-        return b"cubin", {name: f"mangled {name}" for name in name_expressions}
-
-    class Module:
-        def load(self, binary: bytes) -> None:
-            assert binary == b"cubin"
-
-        def get_function(self, mangled: str) -> Any:
-            pointer = next(world.numbers)
-            functions[pointer] = mangled.removeprefix("mangled ")
-            return SimpleNamespace(ptr=pointer)
-
+def _runtime(world: World) -> ModuleType:
     def copy_now(target: int, source: int, nbytes: int, kind: int) -> None:
         world.forbid_in_capture()
         ctypes.memmove(target, source, nbytes)
-
-    def query(is_done: Callable[[], bool]) -> tuple[int]:
-        with world.driver:
-            if world.captures and not world.local.__dict__.get("is_relaxed"):
-                return (900,)  # cudaErrorStreamCaptureUnsupported
-            return (0 if is_done() else world.error or NOT_READY,)
-
-    def exchange_mode(mode: int) -> tuple[_Result, int]:
-        before = world.local.__dict__.get("is_relaxed", False)
-        world.local.is_relaxed = mode == _RELAXED
-        return _Result.CUDA_SUCCESS, _RELAXED if before else 0
 
     def set_device(device: int) -> None:
         if not 0 <= device < DEVICES:
             raise CUDARuntimeError(101)
         world.local.device = device
 
-    runtime = module(
+    return _module(
         "cupy.cuda.runtime",
         CUDARuntimeError=CUDARuntimeError,
         getDevice=lambda: world.local.__dict__.get("device", 0),
@@ -228,9 +207,20 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
             stream, "memset", lambda: ctypes.memset(address, value, nbytes)
         ),
     )
-    driver = module("cupy.cuda.driver", CUDADriverError=CUDADriverError, launchKernel=launch)
+
+
+def _launching_driver(world: World, kernels: Any, functions: dict[int, str]) -> ModuleType:
+    def launch(f: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int, stream: int, args: int, extra: int) -> None:  # fmt: skip  # noqa: E501
+        world.calls.append(("launch", functions[f], stream))
+        assert gx > 0 < gy and gz > 0 < bx and extra == 0
+        world.put(stream, functions[f], kernels(functions[f], (gx, gy, gz), args))
+
+    return _module("cupy.cuda.driver", CUDADriverError=CUDADriverError, launchKernel=launch)
+
+
+def _nccl(world: World) -> ModuleType:
     unique = itertools.count()
-    nccl = module(
+    return _module(
         "cupy.cuda.nccl",
         NcclError=NcclError,
         NcclCommunicator=lambda size, unique_id, rank: NcclCommunicator(world, size, unique_id, rank),
@@ -240,17 +230,31 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
         groupStart=lambda: group_start(world),
         groupEnd=lambda: group_end(world),
     )
+
+
+def _cuda(world: World, functions: dict[int, str], **parts: ModuleType) -> ModuleType:
+    def compile_using_nvrtc(code: str, options: tuple[str, ...], *, name_expressions: tuple[str, ...]) -> Any:
+        world.forbid_in_capture()
+        assert "#include" in code and "--fmad=false" in options
+        return b"cubin", {name: f"mangled {name}" for name in name_expressions}
+
+    class Module:
+        def load(self, binary: bytes) -> None:
+            assert binary == b"cubin"
+
+        def get_function(self, mangled: str) -> Any:
+            pointer = next(world.numbers)
+            functions[pointer] = mangled.removeprefix("mangled ")
+            return SimpleNamespace(ptr=pointer)
+
     streams = _StreamMaker(world)
-    cuda = module(
+    return _module(
         "cupy.cuda",
         compiler=SimpleNamespace(compile_using_nvrtc=compile_using_nvrtc, CompileException=CompileException),
         nvrtc=SimpleNamespace(getVersion=lambda: (12, 9), getSupportedArchs=lambda: (75, 80, 90, 100, 120)),
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError, Memory=lambda nbytes: DriverMemory(world, nbytes)),
         Device=lambda: SimpleNamespace(compute_capability="90"),
         function=SimpleNamespace(Module=Module),
-        runtime=runtime,
-        driver=driver,
-        nccl=nccl,
         Stream=streams,
         get_elapsed_time=lambda begin, end: 1.0,
         set_allocator=lambda allocator: None,
@@ -260,9 +264,21 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
         get_current_stream=lambda device=None: (world.local.__dict__.get("streams") or [streams.null])[-1],
         UnownedMemory=lambda ptr, size, owner, device: SimpleNamespace(ptr=ptr),
         MemoryPointer=lambda memory, offset: memory,
+        **parts,
     )
+
+
+def _cupy(world: World, cuda: ModuleType) -> ModuleType:
+    def raw_module(*, code: str, options: tuple[str, ...]) -> Any:
+        def get_function(name: str) -> Any:
+            return lambda grid, block, arguments: world.put(
+                world.local.streams[-1].ptr, name, lambda: _SIMPLE[name](*map(int, arguments))
+            )
+
+        return SimpleNamespace(get_function=get_function)
+
     Array.world = world
-    cupy = module(
+    return _module(
         "cupy",
         __version__="14.0.0",
         cuda=cuda,
@@ -273,7 +289,21 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
             total_bytes=lambda: 3 << 20, used_bytes=lambda: 1 << 20, free_all_blocks=lambda: None
         ),
     )
-    bindings = module(
+
+
+def _bindings(world: World) -> ModuleType:
+    def query(is_done: Callable[[], bool]) -> tuple[int]:
+        with world.driver:
+            if world.captures and not world.local.__dict__.get("is_relaxed"):
+                return (900,)  # cudaErrorStreamCaptureUnsupported
+            return (0 if is_done() else world.error or NOT_READY,)
+
+    def exchange_mode(mode: int) -> tuple[_Result, int]:
+        before = world.local.__dict__.get("is_relaxed", False)
+        world.local.is_relaxed = mode == _RELAXED
+        return _Result.CUDA_SUCCESS, _RELAXED if before else 0
+
+    return _module(
         "cuda.bindings.driver",
         CUpointer_attribute=SimpleNamespace(
             CU_POINTER_ATTRIBUTE_MEMORY_TYPE=2,
@@ -295,17 +325,6 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
         cuPointerGetAttributes=lambda n, wanted, address: _pointer_attributes(world, n, wanted, address),
         cuThreadExchangeStreamCaptureMode=exchange_mode,
     )
-    package = module("cuda", bindings=module("cuda.bindings", driver=bindings))
-    return {
-        "cupy": cupy,
-        "cupy.cuda": cuda,
-        "cupy.cuda.runtime": runtime,
-        "cupy.cuda.driver": driver,
-        "cupy.cuda.nccl": nccl,
-        "cuda": package,
-        "cuda.bindings": package.bindings,
-        "cuda.bindings.driver": bindings,
-    }
 
 
 def _load_nccl(world: World) -> None:
@@ -334,7 +353,7 @@ def installed(world: World, kernels: Any) -> Any:
     from qccl.cuda import libraries
 
     made = modules(world, kernels)
-    parts = ("device", "engine", "flags", "kernels", "memory", "nccl", "nccl_library", "nccl_memory")
+    parts = ("device", "engine", "flags", "kernels", "memory", "nccl", "nccl_id", "nccl_library", "nccl_memory")
     parts += ("program", "rig", "run", "staging", "state", "watchdog", "workspace")
     ours = tuple(f"qccl.cuda.{part}" for part in parts)
     saved = {name: sys.modules.pop(name, None) for name in (*made, *ours)}

@@ -123,8 +123,9 @@ class Torch:
 class JaxArray:
     """An array of JAX: it shows its memory by DLPack alone, after its work, which goes before the given stream."""
 
-    def __init__(self, values: np.ndarray, before: Any = None) -> None:
-        self._array, self._before = fake_cuda.array(values), before
+    def __init__(self, values: np.ndarray) -> None:
+        self._array: Any = fake_cuda.array(values)
+        self._before: Any = None
 
     def __dlpack__(self, *, stream: int | None = None, max_version: Any = None) -> Any:
         if self._before is not None and stream is not None:

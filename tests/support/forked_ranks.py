@@ -12,13 +12,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 __all__ = ["Forks"]
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
+#: between two looks at the processes
+_PAUSE_SECONDS = 0.01
 
 
 class Forks:
@@ -30,7 +32,8 @@ class Forks:
         statuses, ends: by number, how a process has ended, as Popen.returncode, and when (time.time()).
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
+        """In ``folder`` each process has a file for its stderr; without one they share that of the program."""
         self.folder = folder
         self.running: dict[int, int] = {}
         self.stopped: dict[int, float] = {}
@@ -45,10 +48,17 @@ class Forks:
             return
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped process would stay when the program is killed
         os.setpgid(0, 0)  # the end of the shell that started the program would continue a stopped process
-        os.dup2(os.open(self._errors(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+        if self.folder is not None:
+            os.dup2(os.open(self._errors(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
         faulthandler.enable()
         work()
         sys.exit()
+
+    def as_they_end(self) -> Iterator[int]:
+        """The number of each process when it has ended, until those that are left are stopped."""
+        while self.running.keys() - self.stopped.keys():
+            time.sleep(_PAUSE_SECONDS)
+            yield from self.watch()
 
     def watch(self) -> list[int]:
         """The numbers of those that have ended since the last call."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import suppress
+
+import patience
 
 from qccl.transports.meeting_messages import NONCE_NBYTES, Hello, Kind, proof, receive_message
 from qccl.transports.rendezvous import Rendezvous
@@ -25,6 +28,16 @@ def gather(
     """A meeting with one gather."""
     with Rendezvous(rank, size, place, job, is_local=is_local, key=key) as meeting:
         return meeting.gather(note, timeout)
+
+
+def reach(port: int) -> socket.socket:
+    """A connection to rank 0, which may not listen yet."""
+    limit = patience.Limit(10)
+    while limit.left():
+        with suppress(OSError):
+            return socket.create_connection(("127.0.0.1", port), timeout=5)
+        time.sleep(0.01)
+    raise AssertionError(f"nobody listens at {port}")
 
 
 def hello(

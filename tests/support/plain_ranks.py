@@ -18,7 +18,10 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+
+from forked_ranks import Forks
 
 
 def free_ports(count: int) -> list[int]:
@@ -37,49 +40,34 @@ def torch_variables(rank: int, size: int, port: int) -> dict[str, str]:
     return {key: str(value) for key, value in (ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).items()}
 
 
-def start(arguments: list[str], variables: dict[str, str], *, fork: bool) -> int:
-    """Start a rank, and return its process; in the fork 0, when its program has ended."""
-    if not fork:
-        return os.posix_spawn(sys.executable, [sys.executable, *arguments], os.environ | variables)
-    if pid := os.fork():
-        return pid
+def be_a_rank(arguments: list[str], variables: dict[str, str], *, fork: bool) -> None:
+    """Run Python with ``arguments`` in this process, which is a fork, or anew."""
     os.environ |= variables
+    if not fork:
+        os.execv(sys.executable, [sys.executable, *arguments])
     sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).resolve().parent)
     runpy.run_path(arguments[0], run_name="__main__")
-    return 0
 
 
 def main() -> int:
-    size, *arguments = sys.argv[1:]
+    size, arguments = int(sys.argv[1]), sys.argv[2:]
     if fork := arguments[0] == "--import":
         for name in arguments[1].split(","):
             importlib.import_module(name)
         arguments = arguments[2:]
         gc.freeze()  # so that the ranks' last collection of garbage need not visit these objects
     master_port, port = free_ports(2)
-    left: dict[int, int] = {}
-    stopped, worst = set(), 0
-    for rank in range(int(size)):
-        variables = torch_variables(rank, int(size), master_port) | {"QCCL_PORT": str(port)}
-        pid = start(arguments, variables, fork=fork)
-        if not pid:
-            return 0
-        left[pid] = rank
-    while left.keys() - stopped:
-        pid, status = os.waitpid(-1, os.WUNTRACED | os.WCONTINUED)
-        if os.WIFSTOPPED(status):
-            stopped.add(pid)
-        elif os.WIFCONTINUED(status):
-            stopped.discard(pid)
-        else:
-            rank, code = left.pop(pid), os.waitstatus_to_exitcode(status)
-            if code:  # a process that a signal ends says nothing itself
-                print(f"plain_ranks.py: rank {rank} ended with status {code}", file=sys.stderr, flush=True)
-            worst = worst or abs(code)
-    for pid, rank in left.items():
+    ranks = Forks()
+    for rank in range(size):
+        variables = torch_variables(rank, size, master_port) | {"QCCL_PORT": str(port)}
+        ranks.start(rank, partial(be_a_rank, arguments, variables, fork=fork))
+    for rank in ranks.as_they_end():
+        if code := ranks.statuses[rank]:  # a process that a signal ends says nothing itself
+            print(f"plain_ranks.py: rank {rank} ended with status {code}", file=sys.stderr, flush=True)
+    for rank in ranks.running:
         print(f"plain_ranks.py: rank {rank} has stopped and is killed", file=sys.stderr, flush=True)
-        os.kill(pid, signal.SIGKILL)
-    return worst or len(left)
+        ranks.signal(rank, signal.SIGKILL)
+    return next((abs(code) for code in ranks.statuses.values() if code), len(ranks.running))
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def real(chosen: random.Random) -> bytes:
     return message(**hello(chosen, kind=kind))
 
 
-def knock_once(place: Place, chosen: random.Random, seconds: float = 0.2) -> None:
+def knock_once(place: Place, chosen: random.Random) -> None:
     """Call, send something, and stay for a moment. Raises OSError where nobody listens, or it is dropped."""
     with socket.create_connection(place, timeout=2) as connection:
         if connection.getsockname() == connection.getpeername():
@@ -99,7 +99,7 @@ def knock_once(place: Place, chosen: random.Random, seconds: float = 0.2) -> Non
             connection.sendall(mutated(real(chosen), chosen))
         else:
             connection.sendall(PAYLOADS[chosen.choice(list(PAYLOADS))](chosen))
-        connection.settimeout(chosen.uniform(0, seconds) + 0.001)
+        connection.settimeout(chosen.uniform(0.001, 0.2))
         with suppress(TimeoutError):
             while connection.recv(1 << 16):
                 pass

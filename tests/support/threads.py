@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,7 @@ from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
 CODEC = get("minmax8:bucket=64")
 
 
-def outcomes(n: int, fn: Callable[[LoopbackTransport], Any], *, seconds: float = 30.0) -> list[Any]:
+def outcomes(n: int, fn: Callable[[LoopbackTransport], Any]) -> list[Any]:
     """What ``fn(transport)`` returned on each of ``n`` ranks, or the exception it raised."""
     group = LoopbackGroup(n)
     found: list[Any] = [TimeoutError("still running")] * n
@@ -39,9 +38,9 @@ def outcomes(n: int, fn: Callable[[LoopbackTransport], Any], *, seconds: float =
     threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(n)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + seconds * patience.factor()
+    limit = patience.Limit(30)
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(limit.left())
     return found
 
 

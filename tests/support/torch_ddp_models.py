@@ -39,9 +39,9 @@ def wrapped(model=None, **options):
     return DistributedDataParallel(net() if model is None else model, **SMALL, **options)
 
 
-def batches(count, seed=0, width=16):
+def batches(count, seed=0):
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
-    return [torch.randn(8, width, generator=generator) for _ in range(count)]
+    return [torch.randn(8, 16, generator=generator) for _ in range(count)]
 
 
 def loss_of(model, x):

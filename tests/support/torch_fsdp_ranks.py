@@ -14,7 +14,7 @@ from rank_calls import error_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import Linear
-from torch_sharded import STATEFUL, batch, bits, gradients, loss_of, net, run_named, train
+from torch_sharded import STATEFUL, Branch, batch, bits, gradients, loss_of, net, run_named, train
 
 import qccl
 from qccl import codecs
@@ -268,17 +268,6 @@ def refuses() -> None:
             state["keys"]["a"]["values"]["residual"]
         )
         sub.close()
-
-
-class Branch(torch.nn.Module):
-    """A second layer that is used in some steps only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Linear(4, 4), Linear(4, 4)
-
-    def forward(self, x, whole: bool):
-        return self.second(self.first(x)) if whole else self.first(x)
 
 
 def unused() -> None:

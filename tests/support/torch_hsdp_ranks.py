@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import Linear
-from torch_sharded import STATEFUL, backward, bits, gradients, net, run_named, train
+from torch_sharded import STATEFUL, Branch, backward, bits, gradients, net, run_named, train
 
 import qccl
 from qccl import codecs
@@ -198,17 +198,6 @@ def lists() -> None:
         again = reduction.full_state_dict()
         for name, values in full["residuals"].items():
             assert torch.allclose(again["residuals"][name], values, rtol=1e-6, atol=1e-7), name
-
-
-class Branch(torch.nn.Module):
-    """A second layer that is used in some steps only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Linear(4, 4), Linear(4, 4)
-
-    def forward(self, x, whole: bool):
-        return self.second(self.first(x)) if whole else self.first(x)
 
 
 def refuses() -> None:

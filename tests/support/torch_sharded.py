@@ -27,6 +27,17 @@ def net(mesh: DeviceMesh, dtype=torch.float32, seed=0, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
+class Branch(torch.nn.Module):
+    """A second layer that is used in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Linear(4, 4), Linear(4, 4)
+
+    def forward(self, x, whole: bool):
+        return self.second(self.first(x)) if whole else self.first(x)
+
+
 def batch(step: int, dtype=torch.float32):
     return torch.randn(8, 20, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()), dtype=dtype)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import meeting_ranks
 import pytest
-from meeting_ranks import challenge, gather, prove
+from meeting_ranks import challenge, gather, prove, reach
 from strangers import PAYLOADS, connected, mutated, strangers
 
 from qccl import ArgumentError, CollectiveTimeout, EngineError, MismatchError, launch, meetings
@@ -26,14 +26,10 @@ from qccl.transports import strangers as dropped
 from qccl.transports.meeting_messages import HELLO_NBYTES, Kind, message
 from qccl.transports.messages import Member
 
+pytestmark = pytest.mark.usefixtures("one_meeting_for_all")
+
 JOB = "the job"
 NOTES = [b"zero", b"one", b"two"]
-
-
-@pytest.fixture(autouse=True)
-def one_meeting_for_all(monkeypatch):
-    """Ranks are processes, which number their own meetings; here they are threads of one."""
-    monkeypatch.setattr(rendezvous, "_number", lambda place, size, job: 1)
 
 
 def hello(rank: int, **how: Any) -> bytes:
@@ -68,22 +64,13 @@ def meeting(port: int, timeout: float = 10.0, job: str = JOB):
         yield start
 
 
-def wait_for(port: int) -> None:
-    """Until rank 0 listens."""
-    for _ in range(500):
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"nobody listens at {port}")
-
-
 @pytest.mark.parametrize("name", [*TO_RANK_0, *PAYLOADS])
 def test_a_stranger_changes_nothing(name, port):
     """It comes before the ranks, and stays."""
     payload = TO_RANK_0[name] if name in TO_RANK_0 else PAYLOADS[name](random.Random(0))
     with meeting(port) as start, ExitStack() as stack:
         found = [start(0)]
-        wait_for(port)
+        reach(port).close()
         stack.enter_context(connected(("127.0.0.1", port), payload))
         found += [start(rank) for rank in (1, 2)]
         assert [each.result(10) for each in found] == [NOTES] * 3
@@ -98,7 +85,7 @@ def test_many_strangers_at_once(port):
 def test_damaged_hellos(port):
     with meeting(port) as start, ExitStack() as stack:
         found = [start(0)]
-        wait_for(port)
+        reach(port).close()
         for seed in range(100):
             chosen = random.Random(seed)
             stack.enter_context(connected(("127.0.0.1", port), mutated(hello(1), chosen)))
@@ -111,7 +98,7 @@ def test_callers_beyond_the_room_go_the_oldest_first(port, monkeypatch):
     monkeypatch.setattr(callers, "HELLO_SECONDS", 30.0)
     with meeting(port) as start, ExitStack() as stack:
         found = [start(0)]
-        wait_for(port)
+        reach(port).close()
         for _ in range(50):
             stack.enter_context(connected(("127.0.0.1", port)))
         found += [start(rank) for rank in (1, 2)]
@@ -128,7 +115,7 @@ def test_one_that_has_proved_itself_and_is_silent_does_not_keep_the_place(order,
     monkeypatch.setattr(meeting_host, "_FRESH_SECONDS", 0.1)
     with meeting(port) as start:
         found = [start(0)]
-        wait_for(port)
+        reach(port).close()
         with connected(("127.0.0.1", port), hello(1)) as silent:
             prove(silent, hello(1), JOB)
             time.sleep(0.2)
@@ -140,7 +127,7 @@ def test_one_that_has_proved_itself_and_leaves_leaves_nothing(port):
     """Its note is not that of the rank."""
     with meeting(port) as start:
         found = [start(0)]
-        wait_for(port)
+        reach(port).close()
         with connected(("127.0.0.1", port), hello(1)) as gone:
             prove(gone, hello(1), JOB)
         found.append(start(2))
@@ -153,7 +140,7 @@ def test_a_proof_is_of_no_use_to_another_caller(port):
     """It is sent a second time, after the hello to which it belonged."""
     with meeting(port, 1.0) as start:
         first = start(0)
-        wait_for(port)
+        reach(port).close()
         with connected(("127.0.0.1", port), hello(1)) as gone:
             nonce, _ = challenge(gone)
             proof = meeting_messages.proof(JOB.encode(), b"rank", nonce, hello(1))
@@ -171,7 +158,7 @@ def test_one_that_does_not_know_the_job(port):
     """It has the right digest, as anyone who has read it, and not the name."""
     with meeting(port) as start:
         found = [start(0)]
-        wait_for(port)
+        reach(port).close()
         with connected(("127.0.0.1", port), hello(1)) as stranger:
             prove(stranger, hello(1), "a guess")
             found += [start(rank) for rank in (1, 2)]
@@ -399,7 +386,7 @@ def test_ranks_of_one_machine_meet_on_its_loopback_interface(port, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(gather, b"", 0, 2, ("127.0.0.1", port), 5.0)
-        wait_for(port)
+        reach(port).close()
         listening = [
             line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"
         ]

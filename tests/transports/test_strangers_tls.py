@@ -14,12 +14,12 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 
 import patience
 import pytest
-from meeting_ranks import gather, hello
+from meeting_ranks import gather, hello, reach
 from membership_groups import Group, give_secret, one_group
 from strangers import PAYLOADS, connected, message
 
 from qccl import CollectiveTimeout, EngineError, _host
-from qccl.transports import channel, meeting_messages, membership_callers, rendezvous, tls
+from qccl.transports import channel, meeting_messages, membership_callers, tls
 from qccl.transports import strangers as dropped
 from qccl.transports.messages import Decision, encode
 from qccl.transports.regroup import MembershipSocket
@@ -27,15 +27,11 @@ from qccl.transports.secret import derive
 from qccl.transports.secure_socket import SecureSocket
 from qccl.transports.watch import Watch
 
+pytestmark = pytest.mark.usefixtures("one_meeting_for_all")
+
 Place = tuple[str, int]
 JOB, KEY, OTHER = "the job", derive(bytes(32), "meeting"), derive(b"other", "meeting")
 NOTES = [b"the note of rank 0", b"the note of rank 1", b"the note of rank 2"]
-
-
-@pytest.fixture(autouse=True)
-def one_meeting_for_all(monkeypatch):
-    """Ranks are processes, which number their own meetings; here they are threads of one."""
-    monkeypatch.setattr(rendezvous, "_number", lambda place, size, job: 1)
 
 
 @pytest.fixture(autouse=True)
@@ -52,16 +48,6 @@ def meeting(port: int, timeout: float = 10.0) -> Iterator[Callable]:
             return pool.submit(gather, NOTES[rank], rank, 3, ("127.0.0.1", port), timeout, JOB, key=key)
 
         yield start
-
-
-def wait_for(port: int) -> None:
-    """Until rank 0 listens."""
-    limit = patience.Limit(10)
-    while limit.left():
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"nobody listens at {port}")
 
 
 def shake_hands(connection: socket.socket, key: bytes = OTHER, *, is_server: bool = False) -> bool:
@@ -136,7 +122,7 @@ def captured(port: int, key: bytes | None) -> tuple[bytearray, bytearray]:
     """What goes over the network in a meeting."""
     with meeting(port) as start, Tap(("127.0.0.1", port)) as tap:
         found = [start(0, key)]
-        wait_for(port)
+        reach(port).close()
         found += [start(rank, key, tap.port) for rank in (1, 2)]
         assert [each.result(20) for each in found] == [NOTES] * 3
     return tap.said
@@ -173,7 +159,7 @@ def test_a_stranger_changes_nothing_in_a_meeting(name, port):
     payload = TLS_STRANGERS[name]() if name in TLS_STRANGERS else PAYLOADS[name](random.Random(0))
     with meeting(port) as start, ExitStack() as stack:
         found = [start(0)]
-        wait_for(port)
+        reach(port).close()
         stack.enter_context(connected(("127.0.0.1", port), payload))
         found += [start(rank) for rank in (1, 2)]
         assert [each.result(20) for each in found] == [NOTES] * 3
@@ -183,7 +169,7 @@ def test_what_a_rank_has_said_is_of_no_use_to_another_caller(port):
     said, _ = captured(port, KEY)
     with meeting(port) as start:
         found = [start(0)]
-        wait_for(port)
+        reach(port).close()
         with connected(("127.0.0.1", port), bytes(said)) as again:
             found += [start(rank) for rank in (1, 2)]
             assert [each.result(20) for each in found] == [NOTES] * 3
@@ -198,7 +184,7 @@ def test_what_a_rank_has_said_is_of_no_use_to_another_caller(port):
 def test_a_rank_with_another_token(port):
     with meeting(port, 2.0) as start:
         first = start(0)
-        wait_for(port)
+        reach(port).close()
         with pytest.raises(
             EngineError, match=r"does not have this rank's token.* set the same QCCL_TOKEN on all ranks"
         ):
@@ -212,7 +198,7 @@ def test_a_rank_with_another_token(port):
 def test_a_rank_without_a_token(port):
     with meeting(port, 2.0) as start:
         first = start(0)
-        wait_for(port)
+        reach(port).close()
         with pytest.raises(CollectiveTimeout, match="perhaps it has a QCCL_TOKEN, and this rank has none"):
             start(1, None).result(20)
         with pytest.raises(CollectiveTimeout, match="rank 0 dropped a caller that does not have its token"):
@@ -222,7 +208,7 @@ def test_a_rank_without_a_token(port):
 def test_rank_0_without_a_token(port):
     with meeting(port, 2.0) as start:
         first = start(0, None)
-        wait_for(port)
+        reach(port).close()
         with pytest.raises(CollectiveTimeout, match="perhaps rank 0 has no token: set the same QCCL_TOKEN"):
             start(1).result(20)
         with pytest.raises(CollectiveTimeout, match="did not come"):
@@ -277,7 +263,7 @@ def test_ten_thousand_connections_to_a_meeting(port):
     payloads = b"", random.Random(0).randbytes(300), client_hello(OTHER), client_hello(KEY), b"GET / HTTP/1.1\r\n\r\n"
     with meeting(port, 60.0) as start:
         found = [start(0)]
-        wait_for(port)
+        reach(port).close()
         thread = threading.Thread(target=flood, args=(("127.0.0.1", port), 10_000, *payloads))
         thread.start()
         time.sleep(0.5)
@@ -302,7 +288,7 @@ def test_slow_callers_delay_nobody(port):
     over = threading.Event()
     with meeting(port) as start:
         found = [start(0)]
-        wait_for(port)
+        reach(port).close()
         threads = [
             threading.Thread(target=drip, args=(("127.0.0.1", port), client_hello(KEY), over)) for _ in range(20)
         ]
@@ -471,60 +457,3 @@ def test_ten_thousand_connections_to_a_group():
                 [rank.waiting() for rank in group.ranks[1:]]
                 thread.join(0.05)
         assert one_group(group.agree(1, 2, timeout=30.0)).epoch == 2
-
-
-# -- the socket --------------------------------------------------------------------------------------------------------
-
-
-def sockets(key: bytes = KEY) -> tuple[SecureSocket, SecureSocket]:
-    ours, theirs = socket.socketpair()
-    return SecureSocket(ours, KEY, is_server=False), SecureSocket(theirs, key, is_server=True)
-
-
-def test_both_sides_wait_as_sockets_do():
-    client, server = sockets()
-    with client, server, ThreadPoolExecutor(1) as pool:
-        for each in (client, server):
-            each.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                each.recv(10)
-            each.settimeout(0.05)
-            with pytest.raises(TimeoutError):
-                each.recv(10)
-            each.settimeout(None)
-        content = os.urandom(3 << 20)
-        sent = pool.submit(client.sendall, content)
-        got = b""
-        while len(got) < len(content):
-            got += server.recv(1 << 20)
-        assert got == content and sent.result(10) is None
-        assert client.is_proved and server.is_proved
-        client.close()
-        assert server.recv(10) == b""
-        assert client.fileno() == -1
-        for work in (lambda: client.recv(1), lambda: client.sendall(b"x")):
-            with pytest.raises(OSError, match="closed"):
-                work()
-        client.close()
-
-
-def test_a_server_that_hears_nothing_has_no_stream():
-    client, server = sockets()
-    with server:
-        client.close()
-        assert server._stream is None and server.recv(1) == b""
-        with pytest.raises(ConnectionResetError):
-            server.sendall(b"x")
-
-
-def test_another_key_is_not_a_rank():
-    client, server = sockets(OTHER)
-    with client, server, ThreadPoolExecutor(1) as pool:
-        for each in (client, server):
-            each.settimeout(5)
-        serving = pool.submit(server.recv, 1)
-        with pytest.raises(dropped.NotARank, match="it does not have the secret"):
-            client.sendall(b"x")
-        with pytest.raises(dropped.NotARank, match="it does not have the secret"):
-            serving.result(10)
-        assert not client.is_proved and not server.is_proved

@@ -1,0 +1,75 @@
+"""What a process group of the backend "qccl" compresses: its pg_options, and the environment variables beside them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from qccl.arguments import CodecLike, codec_text, count_of, lossiest
+from qccl.codecs import Codec
+from qccl.errors import ArgumentError, CodecError
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a process group of the backend "qccl" compresses; pass it as ``pg_options``, the same on all ranks.
+
+    An option that is given here wins over its environment variable.
+
+    Attributes:
+        codec: of sums and means (all-reduce and reduce-scatter), e.g. "minmax8"; by default QCCL_CODEC, or else
+            "minmax8". "none" compresses nothing; "auto" or "auto:CODEC" is the faster one of none and CODEC, as in
+            Communicator.quantized_allreduce().
+        min_bytes: calls with fewer bytes are exact; by default QCCL_MIN_BYTES, or else 64 KiB. It counts the larger
+            side of a call: the input of a reduce-scatter, the output of an all-gather, all tensors of a coalesced call.
+        all_gather_codec: of all-gather, which often carries parameters; by default QCCL_ALL_GATHER_CODEC, or else
+            "none", which is exact.
+
+    Raises CodecError, ArgumentError: a codec does not exist, or keeps state; or min_bytes is not a number of bytes.
+    """
+
+    codec: CodecLike = field(default_factory=lambda: _codec_from_environment("QCCL_CODEC", "minmax8"))
+    min_bytes: int = field(default_factory=lambda: _bytes_from_environment())
+    all_gather_codec: CodecLike = field(
+        default_factory=lambda: _codec_from_environment("QCCL_ALL_GATHER_CODEC", "none")
+    )
+
+    def __str__(self) -> str:
+        sums, gathers = codec_text(self.codec), codec_text(self.all_gather_codec)
+        return f"codec={sums}, min_bytes={self.min_bytes}, all_gather_codec={gathers}"
+
+    def __post_init__(self) -> None:
+        for name in ("codec", "all_gather_codec"):
+            given = getattr(self, name)
+            _check_stateless(f"{name}={codec_text(given)!r}", lossiest(given))
+        count_of(self.min_bytes, "min_bytes")
+
+
+def _bytes_from_environment() -> int:
+    text = os.environ.get("QCCL_MIN_BYTES") or "65536"
+    if not text.isdecimal():
+        raise ArgumentError(
+            f"QCCL_MIN_BYTES={text!r} is not a number of bytes; give an integer without a unit, such as 65536"
+        )
+    return int(text)
+
+
+def _codec_from_environment(variable: str, default: str) -> str:
+    text = os.environ.get(variable) or default
+    try:
+        codec = lossiest(text)
+    except CodecError as error:
+        raise CodecError(f"{variable}={text!r}: {error}") from error
+    _check_stateless(f"{variable}={text!r}", codec)
+    return text
+
+
+def _check_stateless(what: str, codec: Codec) -> None:
+    if codec.state_names:
+        raise ArgumentError(
+            f"{what} keeps its {' and '.join(codec.state_names)} for each tensor from call to call, but a process "
+            f"group does not know which tensor a call has; use a codec without +ef and +nesterov, or "
+            f"qccl.torch.compress(), which knows the parameters of a DDP model"
+        )
