@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 
@@ -66,7 +67,10 @@ def main(argument: str, threads: str | None = None) -> int:
 
 
 def _print(line: str) -> None:
-    print(line, flush=True)
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:  # the command was killed, and its end is about to end this process by the same signal
+        signal.raise_signal(signal.SIGTERM)
 
 
 if __name__ == "__main__":

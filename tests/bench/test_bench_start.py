@@ -210,6 +210,16 @@ def test_no_rank_outlives_the_command(transport: str, number: int) -> None:
     assert ranks == []
 
 
+def test_a_rank_says_nothing_when_the_command_was_killed() -> None:
+    """The pipe to the command is closed shortly before its ranks get the signal."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = "from qccl.bench.worker import _print; _print('a line')"
+    done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (-signal.SIGTERM, b"")
+
+
 def test_signals_unwind_once() -> None:
     for number, expected in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)):
         before = signal.getsignal(number)
