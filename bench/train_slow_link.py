@@ -4,8 +4,8 @@ It trains a model of docs/examples on 4 ranks, with PyTorch's DistributedDataPar
 qccl's codecs, its low-rank compression ("low_rank:4:minmax8+ef": rank 4, and the codec of the factors), DiLoCo
 ("diloco:period=8,fragments=2,delay=3:trellis2+ef": its arguments, and the codec of the outer steps), SparseLoCo
 ("sparseloco:period=15") and DeMo ("demo:lr=0.001,values=exp4").
-``--model`` says which: word_gpt, a GPT of words with AdamW, or byte_model, a model of bytes with SGD. The batch, the
-schedule, the learning rate and the number of steps are the model's, and the same for all methods, but for "rates".
+``--model`` says which: word_gpt, a word-level GPT with AdamW, or byte_model, a byte-level model with SGD. The batch,
+schedule, learning rate and the number of steps are the model's, and the same for all methods, but for "rates".
 Sections:
 
 - "curves": validation quality by step, for several seeds, without a link: the results do not depend on it;

@@ -20,8 +20,8 @@ Document = dict[str, Any]
 
 #: by model: its name, its size and its optimiser, and the unit of its quality
 MODELS = {
-    "word_gpt": ("GPT of words", "1.12 million parameters", "AdamW", "bits per word"),
-    "byte_model": ("model of bytes", "2.05 million parameters", "SGD with momentum", "bits per byte"),
+    "word_gpt": ("word-level GPT", "1.12 million parameters", "AdamW", "bits per word"),
+    "byte_model": ("byte-level model", "2.05 million parameters", "SGD with momentum", "bits per byte"),
 }
 #: PyTorch's own reduction and hooks, and codecs: the order of the tables
 THEIRS = ("fp32", "fp16", "powersgd:4", "powersgd:1")
@@ -45,10 +45,10 @@ LONG = ("fp32", "sparseloco:period=15", *(f"diloco:period={period}:trellis2+ef" 
 #: the rows of README.md's table: the methods that most readers would compare first
 FIRST = ("fp16", "powersgd:4", "minmax8", "minmax4+ef", "minmax2:bucket=256+ef")
 #: the last row of the headline
-BOUND = "the most, (c + n) / c"
+BOUND = "upper bound, (c + n) / c"
 ACCURACY = ("method", "{} at the end", "more than fp32", "steps to the target", "MB a step")
 STEP = ("method", "link", "ms a step", "least ms", "least / time", "ms without a link")
-TIMES = (*STEP, "s to the target", "times sooner than fp32")
+TIMES = (*STEP, "s to the target", "speed-up over fp32")
 
 
 def network_of(link: str) -> NetworkOptions:
@@ -103,7 +103,7 @@ def paragraphs(document: Document) -> Iterator[str]:
 
 
 def headline(documents: Sequence[Document], methods: Collection[str] = (), has_delay: bool = False) -> str:
-    """How many times sooner than fp32 each method reaches the target, by model, and behind which link.
+    """The speed-up over fp32 in time to the target of each method, by model, and behind which link.
 
     That is the first link of the documents, or with ``has_delay`` the first one with a delay; "" if they have none.
     Without ``methods`` the table has all that were measured.
@@ -113,15 +113,15 @@ def headline(documents: Sequence[Document], methods: Collection[str] = (), has_d
     if link is None:
         return ""
     (number,) = {_behind_links(document)[0]["ranks"] for document in documents}
-    head = ["gradients travel as"]
-    text = f"Times sooner than with fp32 at fp32's target quality, {number} ranks, each behind {_described(link)}."
+    head = ["gradients sent as"]
+    text = f"Speed-up over fp32 in time to the same quality; {number} ranks, each behind {_described(link)}."
     columns: list[dict[str, str]] = []
     for document in documents:
         name, size, optimiser, _ = MODELS[document["model"]]
         head.append(name)  # short, so that the columns fit on a phone
         seconds = computation(document)
         text += f" The {name} has {size}, {optimiser}, and {seconds * 1e3:.0f} ms of computation a step."
-        columns.append({**_sooner(document, link), BOUND: f"{_ceiling(document, link):.1f}"})
+        columns.append({**_speed_up(document, link), BOUND: f"{_ceiling(document, link):.1f}"})
     keys = sorted(dict.fromkeys(key for column in columns for key in column), key=_place)
     shown = [key for key in keys if not methods or key in (*methods, BOUND)]
     rows = [(_titled(key), *(column.get(key, "") for column in columns)) for key in shown]
@@ -201,8 +201,8 @@ def _ceiling(document: Document, link: str) -> float:
     return math.nan if network is None else (computation(document) + network) / computation(document)
 
 
-def _sooner(document: Document, link: str) -> dict[str, str]:
-    """By method: how many times sooner than fp32 it reaches the target behind a link."""
+def _speed_up(document: Document, link: str) -> dict[str, str]:
+    """By method: its speed-up over fp32 in time to the target behind a link."""
     rows = {row["method"]: row for row in _behind_links(document) if row["link"] == link}
     found = {method: _seconds_to_target(document, row) for method, row in rows.items() if _steps(document, method)}
     first = found["fp32"]

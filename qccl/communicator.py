@@ -62,8 +62,8 @@ class Communicator(Collectives):
         local_size: number of ranks on the same machine.
         nodes: for each rank, the number of its machine.
         backend: "host" or "cuda".
-        transport: sends the bytes; its ``name`` is "mpi", "ucx", "gloo", "loopback" or "nccl"; only engines use
-            the rest.
+        transport: moves bytes between ranks; its ``name`` is "mpi", "ucx", "wan", "gloo", "loopback" or "nccl"; only
+            engines use the rest.
     """
 
     def __init__(
@@ -156,7 +156,8 @@ class Communicator(Collectives):
         """Collective: the ranks of a torch.distributed process group (None: the default one).
 
         If it has NCCL, the ranks use their current devices. Otherwise they use host memory, over UCX if all ranks have
-        it, or else over gloo. qccl uses the group only to bring the ranks together, and leaves it as it was.
+        it, or else over gloo; on several machines with a token over wan. QCCL_TRANSPORT names another. qccl uses the
+        group only to bring the ranks together, and leaves it as it was.
         """
         from qccl.transports.torch import backend_of
 
@@ -167,7 +168,7 @@ class Communicator(Collectives):
 
     @classmethod
     def from_jax(cls, timeout: float = 60.0) -> Communicator:
-        """Collective: the processes of jax.distributed, on host memory, over UCX.
+        """Collective: the processes of jax.distributed, on host memory; the transport is chosen as in from_torch().
 
         Raises ArgumentError unless the program has called jax.distributed.initialize().
         """
@@ -285,12 +286,12 @@ class Communicator(Collectives):
 
     @guarded
     def barrier(self) -> None:
-        """Return when every rank has called barrier()."""
+        """Collective: return when every rank has called barrier()."""
         self._session.run_collective("barrier()", lambda: None)
 
     @guarded
     def allgather(self, item: bytes) -> list[bytes]:
-        """Every rank's ``item`` in rank order; for set-up, not for speed."""
+        """Collective: every rank's ``item``, bytes, in rank order; for set-up, not for speed."""
         if not isinstance(item, bytes):
             raise ArgumentError(f"an item of allgather() must be bytes, not {type(item).__name__}")
         return self._session.run_collective("allgather()", lambda: self.transport.allgather(item, self.timeout))
@@ -378,7 +379,7 @@ class Communicator(Collectives):
     def address(self) -> str:
         """For qccl.join(): "host:port#secret" of this rank, or "wan://host:port#secret". Over UCX and wan only.
 
-        Who has it can join the group, so keep it from others.
+        Whoever has it can join the group, so keep it secret.
         """
         return self.transport.address
 
@@ -386,15 +387,16 @@ class Communicator(Collectives):
     def shrink(self, timeout: float | None = None) -> Communicator:
         """Collective among the ranks that are left, usually after PeerLost or CollectiveTimeout: a group of them.
 
-        They keep their order. Over UCX and wan any rank may be lost, and several; on MPI the library must support it
-        (ULFM). The ranks first agree on who is left. They wait ``timeout`` seconds (None: the communicator's) for a
-        rank that has not ended and does not call shrink(); then it is lost, too, and cannot come back but by
-        qccl.join(). Senders keep their residuals and momenta, owners begin with new ones. ``calls`` is the largest of
-        all ranks'. This communicator is unusable afterwards; those that split() made of it are not changed.
+        They keep their order. Over UCX and wan any rank may be lost, and several; over MPI the library must support it
+        (ULFM). The ranks first agree on the members. They wait ``timeout`` seconds (None: the communicator's) for a
+        rank that has not ended and does not call shrink(); then it is lost, too, and can only return with qccl.join().
+        Each rank keeps the residuals and momenta of its own values; those of sums begin at zero. ``calls`` is the
+        largest of all ranks'. This communicator is unusable afterwards; communicators that split() made of it are not
+        changed.
 
-        Raises PeerLost on a rank without which the others go on; CollectiveTimeout if the ranks that answer are
-        neither all that have not ended, nor more than half of this communicator's, nor half with rank 0, because the
-        others might make a group, too; EngineError for other transports. shrink() may then be called again.
+        Raises PeerLost on a rank that the others leave out; CollectiveTimeout if the ranks that answer are neither all
+        that have not ended, nor more than half of this communicator's, nor half with rank 0, because the others might
+        form a group, too; EngineError for other transports. shrink() may then be called again.
         """
         timeout = self.timeout if timeout is None else timeout_of(timeout)
         self._session.check_process()
@@ -461,8 +463,8 @@ class Communicator(Collectives):
     def stats(self, *, reset: bool = False) -> Stats:
         """What this rank's calls have sent and how long they took, by collective and codec, since the group was made.
 
-        With ``reset`` later ones count from now on. May be called at any time, from any thread, and after a failure.
-        ``print(comm.stats())`` prints a table.
+        With ``reset`` the next stats() counts from now on. May be called at any time, from any thread, and after a
+        failure. ``print(comm.stats())`` prints a table.
         """
         return self._session.statistics.stats(reset=reset)
 

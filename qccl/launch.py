@@ -59,9 +59,9 @@ def init(
 ) -> Communicator:
     """The communicator of all ranks that the launcher started (one rank, if none did).
 
-    On the host MPI carries the bytes if the program runs under it, otherwise UCX, otherwise PyTorch's gloo; and wan,
-    which encrypts, among several machines with a token (QCCL_TOKEN). The logger "qccl" says at level INFO which one,
-    and why.
+    On the host the transport is MPI if the program runs under it; otherwise wan, which encrypts, on several machines
+    with a token (QCCL_TOKEN_FILE); otherwise UCX, or else PyTorch's gloo. The logger "qccl" says at level INFO which
+    one, and why.
 
     Args:
         backend: "host", "cuda", or "auto": CUDA where it can be used and each machine has a GPU for each of its ranks,
@@ -149,7 +149,7 @@ def join(address: str, timeout: float = 60.0) -> Communicator:
         address: the ``address`` of a rank's communicator, as a whole: it has the job's secret.
         timeout: seconds until CollectiveTimeout is raised if the group does not grow, and the communicator's timeout.
 
-    Raises ArgumentError for something else, and for an address without a secret, unless QCCL_INSECURE=1 is set.
+    Raises ArgumentError if ``address`` is not one, or has no secret, unless QCCL_INSECURE=1 is set.
     """
     from qccl.communicator import Communicator
 

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 4 docs/examples/ddp.py
 
 ``--codec`` chooses the codec; "fp32" leaves the gradients to PyTorch, for comparison. ``--model word_gpt`` is a GPT of
-1.1 million parameters with AdamW (word_gpt.py), ``--model byte_model`` a model of bytes with 2 million (byte_model.py).
+1.1 million parameters with AdamW (word_gpt.py), ``--model byte_model`` one of bytes with 2 million (byte_model.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PyTorch's FSDP2 with compressed gradients and weights: 4 ranks train a language model of bytes.
+"""PyTorch's FSDP2 with compressed gradients and weights: 4 ranks train a byte-level language model.
 
     torchrun --standalone --nproc-per-node 4 docs/examples/fsdp.py
 

@@ -1,4 +1,4 @@
-"""PyTorch Lightning with compressed gradients by one word, the backend's name: 4 ranks train a language model of bytes.
+"""PyTorch Lightning with compressed gradients by one word, the name of the backend: 4 ranks train a language model.
 
     torchrun --standalone --nproc-per-node 4 docs/examples/lightning_module.py
 

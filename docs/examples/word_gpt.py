@@ -1,7 +1,7 @@
 """A word-level GPT, its data (the documentation in PyTorch's source code) and its recipe: AdamW, as people write it.
 
 Causal attention in three blocks, LayerNorm, GELU, and one matrix that is both the embedding and the output layer. With
-1.13 million parameters it computes fast on a CPU, and is therefore limited by the network on slow links. The gradient
+1.12 million parameters it computes fast on a CPU, and is therefore limited by the network on slow links. The gradient
 of the embedding, half of all elements, is complete only at the end of the backward pass.
 """
 

@@ -9,7 +9,7 @@ brought all its gradients. The calls work in place in DDP's buckets. Groups chan
 The groups start in their own order, whatever order they become complete in: so every rank makes the same calls in the
 same order, and a call's number, which random codecs depend on, follows from the step and the group.
 
-Gradients that travel by factors (qccl.torch.low_rank) take two calls, of which the second needs the result of the
+Gradients that are sent as factors (qccl.torch.low_rank) take two calls, of which the second needs the result of the
 first. All second calls follow the first call of the last group, in the order of the groups: that, too, is the same on
 all ranks, and no hook waits before the backward pass has computed its last gradient.
 """

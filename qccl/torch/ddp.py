@@ -48,37 +48,37 @@ def compress(
     nor on timing.
 
     Args:
-        ddp_model: a ``torch.nn.parallel.DistributedDataParallel``. A larger model should have its ``bucket_cap_mb`` at
-            ``group_bytes`` or less: DDP gives gradients away one bucket at a time.
+        ddp_model: a ``torch.nn.parallel.DistributedDataParallel``. A larger model should have a ``bucket_cap_mb`` of
+            ``group_bytes`` or less, because DDP passes gradients on one bucket at a time.
         codec: for parameters with two or more dimensions, such as "minmax8" or "minmax4+ef". The others (biases,
-            norms) are sent as they are. Parameters of other element types than float32, float16 and bfloat16 are
-            reduced exactly by the process group itself. "auto": the first 5 steps send all values as they are, and the
+            norms) are sent unencoded. Parameters of other element types than float32, float16 and bfloat16 are
+            reduced exactly by the process group itself. "auto": the first 5 steps send all values unencoded, and the
             last 4 of them are measured; then the ranks choose, for each of these parameters, the most accurate codec
             with which a step fits ``budget``: "none", "minmax8", "minmax4+ef", "minmax2:bucket=256+ef" or "trellis2+ef"
             (the rule is in qccl.costs.choice). On the CPU. "auto:CODEC", such as "auto:minmax4+ef": each group of
             these parameters has the faster one of no codec and CODEC, by calls that the ranks measure now, as in
-            Communicator.quantized_allreduce(). A job that goes on from a saved state needs the same choice: pass it a
+            Communicator.quantized_allreduce(). A job that continues from a saved state needs the same choice: pass it a
             ``comm`` of qccl.init(profile=) with the profile of the job that saved it.
         codecs: codecs by patterns of parameter names (fnmatch), such as ``{"embedding.*": "topk:k=0.01+ef"}``, whatever
-            a parameter's size; the first pattern that matches counts. "none" sends values as they are.
-        exclude: patterns of the names of parameters that are sent as they are.
-        min_elements: parameters with fewer elements are sent as they are, unless ``codecs`` names them.
-        low_rank: the rank r of PowerSGD's factors (Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727), which travel
-            in place of the gradients of large matrices, encoded by ``codec``: r (n + m) float32 numbers for n x m, if
-            that is less than half of n m. n is the outermost dimension in memory, and m the product of the others.
-            Smaller matrices, and those that ``codecs`` names, travel as usual. What the factors lack of the gradients
-            is kept as a residual, with any codec. On the CPU. 0: all gradients travel as usual.
+            a parameter's size; the first pattern that matches counts. "none" sends values unencoded.
+        exclude: patterns of the names of parameters that are sent unencoded.
+        min_elements: parameters with fewer elements are sent unencoded, unless ``codecs`` names them.
+        low_rank: the rank r of PowerSGD's factors (Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727), which are
+            sent in place of the gradients of large matrices, encoded by ``codec``: r (n + m) float32 numbers for n x m,
+            if that is less than half of n m. n is the outermost dimension in memory, and m the product of the others.
+            Smaller matrices, and those that ``codecs`` names, are sent as without it. What the factors lack of the
+            gradients is kept as a residual, with any codec. On the CPU. 0: no factors.
         step_bytes: take the largest rank with which the encoded gradients of a step have at most so many bytes (the
             last row of table()), in place of ``low_rank``.
-        budget: for "auto": how much longer than its computation communication may make a step: seconds, or text such
-            as "50 ms". None: 5% of the computation.
-        warmup_steps: so many first steps send all values as they are. With "auto" the ranks choose after
+        budget: for "auto": the time by which communication may lengthen a step: seconds, or text such as "50 ms".
+            None: 5% of the computation.
+        warmup_steps: the number of first steps that send all values unencoded. With "auto" the ranks choose after
             ``warmup_steps`` steps, if that is more than 5, and the last 4 of them are measured.
         group_bytes: the most bytes of gradients that one call reduces; the first one at most 1 MiB, so that it starts
             early. Smaller groups start earlier; each costs a call.
         comm: a communicator of the same ranks, for this handle alone; the caller closes it. None: a new one, by
             Communicator.from_torch() of the model's process group.
-        timeout: seconds until a reduction fails that does not end, for example because a rank does not come to its
+        timeout: seconds after which an unfinished reduction fails, for example because a rank has not reached its
             backward pass. None: that of ``comm``, or half an hour.
         trace: a list that gets the events of all calls, as in Communicator.quantized_allreduce.
 
@@ -86,11 +86,10 @@ def compress(
         The handle. Keep it to save and restore the state; without ``comm`` it closes its communicator.
 
     Raises:
-        ArgumentError: the model or another argument is not possible.
-        MismatchError: the ranks have other arguments, or other parameters that need gradients.
+        ArgumentError: the model or another argument is not allowed.
+        MismatchError: the ranks' arguments, or their parameters that need gradients, differ.
 
-    A failure in a hook, or of a call, is raised by backward(). Other reductions than DDP's need another hook, so the
-    model can have only this one.
+    backward() raises the failure of a hook or of a call. A model can have only one hook, so it must have no other.
     """
     parameters = parameters_of(ddp_model)
     if isinstance(exclude, str):

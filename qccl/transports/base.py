@@ -97,7 +97,7 @@ class Group(ABC):
     def impossible(self, what: str) -> EngineError:
         """The error of a method of Communicator that needs another library."""
         return EngineError(
-            f"{what} is not possible over {self.name}; use UCX: pip install qccl[ucx], and start the program without "
+            f"{what} is not possible over {self.name}; use UCX: install qccl[ucx], and start the program without "
             f"MPI or set QCCL_TRANSPORT=ucx"
         )
 

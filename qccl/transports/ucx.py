@@ -75,7 +75,7 @@ def load_library() -> ctypes.CDLL:
         except OSError as error:
             reasons.append(str(error))
     found = "; ".join(reasons) or "libucp was not found"
-    raise EngineError(f"UCX cannot be used ({found}); install it with pip install qccl[ucx]")
+    raise EngineError(f"UCX cannot be used ({found}); install qccl[ucx]")
 
 
 def _candidates() -> list[str]:

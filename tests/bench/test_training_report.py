@@ -51,15 +51,13 @@ def test_methods_without_fp32_are_refused(bench: Any) -> None:
 
 def test_the_headline_names_model_optimiser_computation_and_bound(bench: Any) -> None:
     lines = bench.training_report.headline([document(), document("byte_model")]).splitlines()
-    assert (
-        "4 ranks, each behind a link of 100mbit. The GPT of words has 1.12 million parameters, AdamW, and " in lines[0]
-    )
-    assert "The model of bytes has 2.05 million parameters, SGD with momentum, and 100 ms of computation" in lines[0]
-    assert lines[2] == "| gradients travel as | GPT of words | model of bytes |"
+    assert "each behind a link of 100mbit. The word-level GPT has 1.12 million parameters, AdamW, and " in lines[0]
+    assert "The byte-level model has 2.05 million parameters, SGD with momentum, and 100 ms of computation" in lines[0]
+    assert lines[2] == "| gradients sent as | word-level GPT | byte-level model |"
     # fp32 reaches its target of 4 bits in 4 steps of 2 s, the codec in 8 steps of 0.5 s
     assert "| fp32 (PyTorch) | 1.0 | 1.0 |" in lines and "| `minmax4+ef` | 2.0 | 2.0 |" in lines
     assert "| `topk` | not reached | not reached |" in lines
-    assert lines[-1] == "| the most, (c + n) / c | 21.0 | 21.0 |"  # 25 MB at 12.5 MB/s: n = 2 s
+    assert lines[-1] == "| upper bound, (c + n) / c | 21.0 | 21.0 |"  # 25 MB at 12.5 MB/s: n = 2 s
 
 
 def test_links_with_a_delay_have_a_headline_of_their_own(bench: Any) -> None:
