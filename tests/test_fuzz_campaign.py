@@ -34,7 +34,8 @@ def campaign(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.setattr(campaign, "BUILD", tmp_path)
     monkeypatch.setattr(campaign, "FINDINGS", tmp_path / "findings")
     monkeypatch.setattr(campaign, "_versions", dict)
-    monkeypatch.setattr(campaign.runs, "machine", dict)
+    monkeypatch.setattr(campaign.runs, "machine", lambda: {"commit": "own"})
+    monkeypatch.setattr(campaign.runs, "commit", lambda: "own")
     return campaign
 
 
@@ -143,9 +144,11 @@ def test_a_run_adds_to_the_results_of_another(campaign, tmp_path):
     target(tmp_path, "frames", BEGIN + END + "exit 3\n")  # has no more turns: they would go on for the 10,000 seconds
     campaign.Campaign(["codecs", "frames"], 10_000, 2, path).run()
     first = json.loads(path.read_text())
+    first["machine"]["commit"] = "another"
     target(tmp_path, "codecs", BEGIN + "sleep 1\n" + END)
     campaign.Campaign(["codecs"], 1, 1, path, first).run()
     both = json.loads(path.read_text())
+    assert both["machine"]["commit"] == "another, own"
     (codecs, frames), (codecs_before, frames_before) = both["targets"], first["targets"]
     assert (both["runs"], both["inputs"]) == (2, first["inputs"] + 10) and frames == frames_before
     assert codecs["inputs"] == codecs_before["inputs"] + 10 and codecs["findings"] == codecs_before["findings"]

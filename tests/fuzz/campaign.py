@@ -12,7 +12,6 @@ FILE``.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -176,7 +175,8 @@ class Campaign:
         self.is_complete = self._is_interrupted = False
         self._seconds, self._jobs, self._file = seconds, jobs, file
         self._running: list[Turn] = []
-        self._machine = runs.machine() | _versions()
+        earlier = {"commit": before["machine"]["commit"]} if before else {}
+        self._machine = runs.machine() | _versions() | earlier  # store() adds this run's commit
 
     def interrupt(self, *_: object) -> None:
         self._is_interrupted = True
@@ -224,7 +224,7 @@ class Campaign:
             "inputs": sum(each["inputs"] for each in targets.values()),
             "targets": list(targets.values()),
         }
-        self._file.write_text(json.dumps(document, indent=1) + "\n")
+        runs.store(self._file, document)
 
     def table(self) -> str:
         head = f"{'target':10} {'inputs':>12} {'seconds':>9} {'per s':>9} {'edges reached':>16} {'corpus':>7}  findings"
