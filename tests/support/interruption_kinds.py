@@ -23,11 +23,12 @@ class Case:
         inputs, outputs: arrays; fill() writes both.
         start: makes a call, and returns its Work, or None if the call has ended.
         plan: the user's plan that it runs, or None.
+        returns: a call returns its result, which start() writes to the outputs: an exception in between loses it.
         work: the Work of the present call, as soon as the program has it.
     """
 
-    def __init__(self, inputs, outputs, start: Callable[[], Any], plan: Any = None) -> None:
-        self.inputs, self.outputs, self.start, self.plan = inputs, outputs, start, plan
+    def __init__(self, inputs, outputs, start: Callable[[], Any], plan: Any = None, *, returns: bool = False) -> None:
+        self.inputs, self.outputs, self.start, self.plan, self.returns = inputs, outputs, start, plan, returns
         self.work: Any = None
 
     def run(self) -> None:
@@ -181,7 +182,7 @@ def gathered(comm: Any) -> Case:
         first, second = (np.frombuffer(each, np.float32) for each in comm.allgather(x.tobytes()))
         out[:] = first + 2 * second
 
-    return Case([x], [out], start)
+    return Case([x], [out], start, returns=True)
 
 
 def barrier(comm: Any) -> Case:
