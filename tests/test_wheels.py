@@ -48,6 +48,8 @@ def test_a_wheel_of_this_checkout_runs_the_main_job_without_a_compiler(tmp_path:
 
     where = "import qccl, qccl._host as h; print(qccl.__file__, h.__file__, sep='\\n')"
     assert all(Path(line).is_relative_to(packages) for line in run(str(python), "-c", where).splitlines())
+    (tmp_path / "qccl").mkdir()  # as in a checkout: the ranks must not import what is in the current folder
+    (tmp_path / "qccl/__init__.py").write_text("raise ImportError('this one is not built')")
     clean_systems.verified(run(str(environment / "bin/qccl-bench"), *clean_systems.JOB.split()[1:]))
 
 
