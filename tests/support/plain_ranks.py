@@ -23,12 +23,21 @@ from pathlib import Path
 
 from forked_ranks import Forks
 
+_PORTS = range(20_000, 32_000, 32)
+_WORKERS = 8
+
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free and stay so: the system gives none below 32768 to the connections of other programs."""
+    """Ports that are free and stay so, and so are the 31 above each: qccl and torchrun add something to MASTER_PORT.
+
+    The system gives none below 32768 to the connections of other programs, and each worker of pytest-xdist has its own.
+    """
+    ports = _PORTS
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        ports = ports[int(worker.removeprefix("gw")) % _WORKERS :: _WORKERS]
     found: set[int] = set()
     while len(found) < count:
-        port = random.randrange(20_000, 32_000)
+        port = random.choice(ports)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             found.add(port)
     return list(found)
