@@ -49,7 +49,7 @@ def congestion_control() -> str:
     wanted = os.environ.get("QCCL_WAN_CONGESTION", "")
     with socket.socket() as probe:
         try:
-            probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, (wanted or "bbr").encode())
+            probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, os.fsencode(wanted or "bbr"))
         except OSError as error:
             if wanted:
                 raise ArgumentError(

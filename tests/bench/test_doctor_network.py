@@ -418,7 +418,8 @@ def test_refused(flags: list[str], reason: str) -> None:
     assert result.exit_code == 2 and reason in " ".join(result.output.split()), result.output
 
 
-def test_a_congestion_control_that_is_not_permitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QCCL_WAN_CONGESTION", "none_such")
+@pytest.mark.parametrize("name", ["none_such", "\udcff"])  # the second one is a byte that is not UTF-8
+def test_a_congestion_control_that_is_not_permitted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QCCL_WAN_CONGESTION", name)
     result = doctor(*FLAGS, "--link=1gbit", "--delay=25ms")
     assert result.exit_code == 2 and "this kernel does not allow it" in " ".join(result.output.split())
