@@ -13,6 +13,7 @@ from typing import Any
 
 import patience
 import pytest
+from clocks import Clock
 from membership_groups import Group, give_secret, one_group, silent
 
 from qccl.errors import CollectiveTimeout, PeerLost
@@ -344,18 +345,6 @@ def test_a_late_coordinator_that_begins_again_keeps_its_followers(monkeypatch):
         found = group.run(dies, group.work(0, 120.0), group.work(1, 60.0), group.work(2, 60.0))
         assert group.numbers(one_group(found)) in ([0, 1, 2], [0, 1, 2, 3])
         assert all(isinstance(each, Decision) for each in found[1:]), found
-
-
-class Clock:
-    """The module time, whose clock a test can put forward."""
-
-    sleep = staticmethod(time.sleep)
-
-    def __init__(self) -> None:
-        self.ahead = 0.0
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.ahead
 
 
 @pytest.mark.parametrize("ended", [0, 2])
