@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from clocks import Clock
 
-from qccl.transports import meeting_host, rendezvous
+from qccl.transports import callers, meeting_host, rendezvous
 
 
 @pytest.fixture
@@ -34,3 +34,11 @@ def end_deadlines(monkeypatch: pytest.MonkeyPatch, port: int) -> Callable[[], No
             socket.create_connection(("127.0.0.1", port), timeout=60).close()
 
     return end
+
+
+@pytest.fixture
+def patient_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine rank 0 drops no slow rank, which would call again, and asks for no second proof."""
+    for seconds in ("_FRESH_SECONDS", "_PROOF_SECONDS", "_PATIENCE_SECONDS"):
+        monkeypatch.setattr(meeting_host, seconds, 120.0)
+    monkeypatch.setattr(callers, "HELLO_SECONDS", 120.0)

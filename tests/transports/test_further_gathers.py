@@ -15,7 +15,6 @@ from meeting_ranks import reach
 import qccl
 from qccl import CollectiveTimeout, PeerLost
 from qccl.cuda import libraries
-from qccl.transports import callers, meeting_host
 from qccl.transports.meeting_messages import Kind
 from qccl.transports.rendezvous import Rendezvous
 from qccl.transports.secret import derive
@@ -67,14 +66,6 @@ class Turns:
     def round_trips(self) -> list[float]:
         """Of each connection: one to connect, and half of one for each time that the direction changes."""
         return [1 + len(turns) / 2 for turns in self.directions]
-
-
-@pytest.fixture
-def patient_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine rank 0 drops no slow rank, which would call again, and asks for no second proof."""
-    for seconds in ("_FRESH_SECONDS", "_PROOF_SECONDS", "_PATIENCE_SECONDS"):
-        monkeypatch.setattr(meeting_host, seconds, 120.0)
-    monkeypatch.setattr(callers, "HELLO_SECONDS", 120.0)
 
 
 @pytest.mark.parametrize("size", [2, 5])

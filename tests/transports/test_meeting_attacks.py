@@ -122,7 +122,7 @@ def test_one_that_has_proved_itself_and_is_silent_does_not_keep_the_place(order,
             assert all(each.result(60) == NOTES for each in found)
 
 
-def test_one_that_has_proved_itself_and_leaves_leaves_nothing(port):
+def test_one_that_has_proved_itself_and_leaves_leaves_nothing(port, patient_host):
     """Its note is not that of the rank."""
     with meeting(port) as start:
         found = [start(0)]
@@ -137,7 +137,7 @@ def test_one_that_has_proved_itself_and_leaves_leaves_nothing(port):
         assert [each.result(60) for each in found] == [NOTES] * 3
 
 
-def test_a_proof_is_of_no_use_to_another_caller(port):
+def test_a_proof_is_of_no_use_to_another_caller(port, patient_host):
     """It is sent a second time, after the hello to which it belonged."""
     with meeting(port) as start:
         found = [start(0)]
@@ -156,7 +156,7 @@ def test_a_proof_is_of_no_use_to_another_caller(port):
             assert [each.result(60) for each in found] == [NOTES] * 3
 
 
-def test_one_that_does_not_know_the_job(port):
+def test_one_that_does_not_know_the_job(port, patient_host):
     """It has the right digest, as anyone who has read it, and not the name."""
     with meeting(port) as start:
         found = [start(0)]
