@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import patience
 import pytest
+from clocks import Clock
 from relays import KEY, TOKEN, hidden, hide, running, token_relay_key, use, wait_for
 from wan_groups import group
 from wan_wires import Lost, Wire
@@ -275,10 +276,14 @@ def test_a_meeting_at_a_name_that_only_rank_0_knows(monkeypatch, numbers):
 
 
 def test_a_meeting_without_its_relay_says_so(monkeypatch, numbers):
+    """The deadline ends after the first try."""
+    clock = Clock()
+    monkeypatch.setattr(rendezvous, "time", clock)
+    monkeypatch.setattr(clock, "sleep", lambda seconds: setattr(clock, "ahead", 1000.0), raising=False)
     with running(token_relay_key()) as relay:
         use(monkeypatch, relay.place)
     with pytest.raises(CollectiveTimeout, match=r"by the relay 127.0.0.1:\d+: .*refused"):
-        Rendezvous(1, 2, ("127.0.0.1", 1), key=derive(token_key(), "meeting"), relay=relay_of()).gather(b"", 1.0)
+        Rendezvous(1, 2, ("127.0.0.1", 1), key=derive(token_key(), "meeting"), relay=relay_of()).gather(b"", 60.0)
 
 
 # -- membership --------------------------------------------------------------------------------------------------------
