@@ -22,6 +22,12 @@ from qccl.transports.relay_protocol import ENDED, FULL, GREETING_NBYTES, JOINED,
 OTHER = hashlib.sha256(b"another").digest()
 
 
+@pytest.fixture(autouse=True)
+def patient_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a process may take long to say who it is."""
+    monkeypatch.setattr(server, "HELLO_SECONDS", 60.0)
+
+
 def exchange(one: Client, other: Client, nbytes: int = 1 << 20) -> None:
     """Both send at the same time, and get each other's bytes."""
     sent = [os.urandom(nbytes), os.urandom(nbytes)]
@@ -33,7 +39,7 @@ def exchange(one: Client, other: Client, nbytes: int = 1 << 20) -> None:
     reader.start()
     found[1] = other.hear(nbytes)
     for thread in (*threads, reader):
-        thread.join(30)
+        thread.join(60)
     assert found == sent[::-1]
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
+import patience
 import pytest
 
 from qccl.errors import CollectiveTimeout, PeerLost
+from qccl.transports.membership import Agreement
 from qccl.transports.messages import Decision
 from qccl.transports.regroup import MembershipSocket
 
@@ -16,6 +19,28 @@ from qccl.transports.regroup import MembershipSocket
 def give_secret(monkeypatch: pytest.MonkeyPatch, secret: bytes | None = bytes(range(32))) -> None:
     """Sockets are made with this secret, where a test gives none."""
     monkeypatch.setattr(MembershipSocket.__init__, "__defaults__", (secret,))
+
+
+@contextmanager
+def silent(*ranks: int) -> Iterator[None]:
+    """Meanwhile the other ranks of a group give up after half a second to wait for these alone.
+
+    All others they await as long as their timeout says. So a test can give them a long one, and a thread that is held
+    up is not taken for a rank that is silent.
+    """
+    passed, since = Agreement.passed, dict[Agreement, float]()
+
+    def hurried(self: Agreement, now: float) -> None:
+        awaited = {self._leader} if self._leader < self._rank else set() if self._phase else set(self._missing())
+        if not awaited or self._rank in ranks or not awaited.issubset(ranks):
+            since.pop(self, None)
+        elif now > since.setdefault(self, now) + 0.5:
+            now = max(now, self._until + 0.001)
+        passed(self, now)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Agreement, "passed", hurried)
+        yield
 
 
 class Group:
@@ -43,12 +68,12 @@ class Group:
                 return error
 
         with ThreadPoolExecutor(len(works)) as pool:
-            return [each.result(60) for each in [pool.submit(caught, work) for work in works]]
+            return [each.result(120) for each in [pool.submit(caught, work) for work in works]]
 
-    def agree(self, *ranks: int, timeout: float = 10.0) -> list[Decision | Exception]:
+    def agree(self, *ranks: int, timeout: float = 60.0) -> list[Decision | Exception]:
         return self.run(*(self.work(rank, timeout) for rank in ranks))
 
-    def work(self, rank: int, timeout: float = 10.0, *, after: float = 0.0) -> Callable[[], Decision]:
+    def work(self, rank: int, timeout: float = 60.0, *, after: float = 0.0) -> Callable[[], Decision]:
         def work() -> Decision:
             time.sleep(after)
             return self.ranks[rank].agree(b"worker %d" % rank, 100 + rank, timeout)
@@ -59,10 +84,10 @@ class Group:
         """As work(), with a process that joins at this rank."""
 
         def work() -> Decision:
-            deadline = time.monotonic() + 10
-            while not self.ranks[rank].waiting() and time.monotonic() < deadline:
+            limit = patience.Limit(60)
+            while not self.ranks[rank].waiting() and limit.left():
                 time.sleep(0.01)
-            return self.ranks[rank].agree(b"worker", rank, 10.0, grows=True)
+            return self.ranks[rank].agree(b"worker", rank, 60.0, grows=True)
 
         return work
 

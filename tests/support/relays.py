@@ -24,7 +24,7 @@ TOKEN = "a token for tests only"
 #: of a job whose token is not needed
 KEY, NAME = hashlib.sha256(b"key").digest(), hashlib.sha256(b"name").digest()
 #: while it waits for something that must happen soon
-_SECONDS = 10.0
+_SECONDS = 60.0
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import select
 import selectors
 import socket
 import threading
@@ -139,6 +140,17 @@ def connected(place: Place, payload: bytes = b"") -> Iterator[socket.socket]:
         with suppress(OSError):
             connection.sendall(payload)
         yield connection
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Whether the other side has ended the connection; reads what has come."""
+    while select.select([connection], [], [], 0)[0]:
+        try:
+            if not connection.recv(1 << 16):
+                return True
+        except OSError:
+            return True
+    return False
 
 
 def stream(place: Place, part: bytes, over: threading.Event, head: bytes = b"") -> None:

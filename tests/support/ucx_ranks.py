@@ -35,6 +35,18 @@ def connect(rank: int, size: int, address: str, timeout: float = 30.0 * BUSY) ->
     return comm
 
 
+def processes_of(comm: qccl.Communicator) -> list[int]:
+    """The ranks' processes."""
+    return [int(note) for note in comm.allgather(str(os.getpid()).encode())]
+
+
+def wait_for_the_end(*processes: int) -> None:
+    """Until these have ended, and the test has reaped them."""
+    limit = patience.Limit(60)
+    while any(Path(f"/proc/{process}").exists() for process in processes) and limit.left():
+        time.sleep(0.05)
+
+
 def calls(*where) -> None:
     """The bits of other transports; groups of a group; texts of unequal lengths."""
     with connect(*where) as comm:
@@ -128,11 +140,11 @@ def leaves(*where) -> None:
 def closed(*where) -> None:
     """A call after another rank's close() names that rank, and does not say that it was lost."""
     comm = connect(*where)
-    comm.quantized_allreduce(np.ones(10, np.float32))
+    processes = processes_of(comm)
     if comm.rank == 1:
         comm.timeout = 0.5  # close() waits so long for the others
         comm.close()
-        time.sleep(3)
+        wait_for_the_end(processes[0], processes[2])
         return
     time.sleep(1)
     error = _call_until_it_fails(comm)
@@ -159,7 +171,7 @@ def other_size(*where) -> None:
         transport.receive(1, 5000, data, 7, "received")
     else:
         transport.send(0, 5000, data, 10, "sent")
-    deadline = time.monotonic() + 3 * BUSY
+    deadline = time.monotonic() + (3 if rank else 30) * BUSY
     try:
         while time.monotonic() < deadline:
             assert "received" not in transport.poll(idle=1)
@@ -233,7 +245,7 @@ def _next_group(comm: qccl.Communicator) -> qccl.Communicator:
 def stops_for_good(*where) -> None:
     """The others go on without a rank that stops. When it continues, it gets no group, and cannot disturb theirs."""
     comm = connect(*where)
-    rank, processes = comm.rank, [int(note) for note in comm.allgather(str(os.getpid()).encode())]
+    rank, processes = comm.rank, processes_of(comm)
     comm.timeout = 1.0 * BUSY
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -345,13 +357,14 @@ def raises(*where) -> None:
 def stays_away(*where) -> None:
     """Set-up has a deadline, too; a transport that timed out is of no further use."""
     comm = connect(*where)
+    processes = processes_of(comm)
     if comm.rank == 0:
         transport = comm.transport
         assert isinstance(transport, UcxTransport)
         for expected in (qccl.CollectiveTimeout, qccl.EngineError):
             error_of(lambda: transport.allgather(b"x", 0.3), expected)
     else:
-        time.sleep(1)
+        wait_for_the_end(processes[0])
 
 
 def shrinks_in_a_fork(*where) -> None:

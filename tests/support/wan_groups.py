@@ -87,21 +87,21 @@ def group(
     def gather(rank: int) -> Callable[[bytes], Sequence[bytes]]:
         def meet(note: bytes) -> Sequence[bytes]:
             notes[rank] = note
-            barrier.wait(30)
+            barrier.wait(120)
             found = list(notes)
-            barrier.wait(30)
+            barrier.wait(120)
             return found
 
         return meet
 
     def run(rank: int) -> None:
         machine.number = 1 + rank // ranks_each if ranks_each else 0
-        transport = WanTransport(gather(rank), 30.0, is_local=True, secret=secret)
+        transport = WanTransport(gather(rank), 120.0, is_local=True, secret=secret)
         if not rank:
             ports.extend(ports_of(transport))
             addresses.extend(addresses_of(transport))
         with qccl.Communicator.from_transport(transport, timeout=timeout) as comm:
-            made.wait(30)
+            made.wait(120)
             chosen = random.Random(seed)
             while comm.allgather(b"" if stop.is_set() else b"go")[0]:
                 calls[rank] += work(comm, chosen)
@@ -111,7 +111,7 @@ def group(
         patch.setattr(topology, "_network", lambda: machine.number)
         ends = [pool.submit(run, rank) for rank in range(size)]
         try:
-            made.wait(30)
+            made.wait(120)
             yield Group(addresses[0].split()[0], ports, calls, ends, stop)
         finally:
             stop.set()

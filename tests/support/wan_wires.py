@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import select
 import socket
 import struct
 import time
@@ -13,6 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import patience
+from strangers import has_ended
 
 from qccl import _host
 from qccl.transports import tls
@@ -157,7 +157,7 @@ def connected(
     return wires
 
 
-def poll_until(condition: Callable[[], bool], *wires: Wire, seconds: float = 10.0) -> None:
+def poll_until(condition: Callable[[], bool], *wires: Wire, seconds: float = 60.0) -> None:
     """Poll the wires until the condition is true. Raises AssertionError after ``seconds``."""
     limit = patience.Limit(seconds)
     while not condition():
@@ -171,7 +171,7 @@ class Raw:
     """A connection that says what the test wants."""
 
     def __init__(self, port: int) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=5)
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=60)
 
     def __enter__(self) -> Raw:
         return self
@@ -186,13 +186,7 @@ class Raw:
 
     def ended(self) -> bool:
         """Whether the other side has ended the connection; reads what has come."""
-        while select.select([self.socket], [], [], 0)[0]:
-            try:
-                if not self.socket.recv(1 << 16):
-                    return True
-            except OSError:
-                return True
-        return False
+        return has_ended(self.socket)
 
 
 @contextmanager

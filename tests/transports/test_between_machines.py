@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,12 +57,14 @@ import signal, socket, sys
 packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
 packets.bind(("qccl-veth1", 0))
 packets.setsockopt(socket.SOL_SOCKET, 33, 64 << 20)  # SO_RCVBUFFORCE
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+signal.signal(signal.SIGTERM, lambda *_: packets.setblocking(False))  # take what has come, and end
 print("ready", flush=True)
 with open(sys.argv[1], "wb") as file:
-    while True:
-        file.write(packets.recv(1 << 17))
-        file.flush()
+    try:
+        while True:
+            file.write(packets.recv(1 << 17))
+    except BlockingIOError:
+        pass
 """
 
 
@@ -116,6 +119,7 @@ def run(machines: list[list[str]], tmp_path: Path, **settings: str) -> tuple[lis
             processes.append(start([*machines[rank], *command], variables))
         while not (tmp_path / "address").exists() or not (tmp_path / "address").read_text():
             assert all(process.poll() is None for process in processes), ends(processes)
+            time.sleep(0.01)
         processes.append(start([*machines[1], *command, "join"], os.environ | {"PYTHONPATH": str(ROOT)}))
         found = [json.loads(line) for line in ends(processes)]
     finally:

@@ -13,11 +13,13 @@ from typing import Any
 
 import patience
 import pytest
-from membership_groups import Group, give_secret, one_group
+from clocks import Clock
+from membership_groups import Group, give_secret, one_group, silent
 
 from qccl.errors import CollectiveTimeout, PeerLost
 from qccl.transports import messages, regroup
 from qccl.transports.channel import Channel
+from qccl.transports.membership import Agreement
 from qccl.transports.messages import Decision
 from qccl.transports.regroup import MembershipSocket
 from qccl.transports.watch import Watch
@@ -59,7 +61,7 @@ def test_a_timeout_may_be_longer_than_a_message_can_say(monkeypatch):
     monkeypatch.setattr(messages, "MOST_SECONDS", 1.0)
     with Group(3) as group:
         group.ranks[1].close()
-        found = group.agree(0, 2, timeout=3.0)
+        found = group.agree(0, 2)
         assert group.numbers(one_group(found)) == [0, 2] and found[0] == found[1]
 
 
@@ -70,7 +72,7 @@ def test_a_rank_waits_for_a_message_as_long_as_the_program_wants():
         found = pool.submit(channel.receive, time.monotonic() + 1e9)
         time.sleep(0.1)
         other.send({"kind": "tell"})
-        assert found.result(10) == {"kind": "tell"}
+        assert found.result(60) == {"kind": "tell"}
 
 
 def test_a_rank_that_comes_late_is_waited_for():
@@ -80,21 +82,17 @@ def test_a_rank_that_comes_late_is_waited_for():
         assert group.numbers(one_group(found)) == [0, 2] and found[0] == found[1]
 
 
-def short() -> float:
-    """Seconds within which ranks answer that are there."""
-    return patience.factor()
-
-
-@pytest.mark.parametrize("silent", [0, 1, 2])
-def test_a_silent_rank_is_out_for_good(silent):
+@pytest.mark.parametrize("away", [0, 1, 2])
+def test_a_silent_rank_is_out_for_good(away):
     with Group(3) as group:
-        left = sorted({0, 1, 2} - {silent})
-        decision = one_group(group.agree(*left, timeout=short()))
+        left = sorted({0, 1, 2} - {away})
+        with silent(away):
+            decision = one_group(group.agree(*left))
         assert group.numbers(decision) == left
-        (late,) = group.agree(silent, timeout=short())
+        (late,) = group.agree(away, timeout=0.5)
         assert isinstance(late, PeerLost) and "without this one" in str(late), late
         # the others agree again, and it stays out
-        found = group.run(group.work(silent, 5.0), *(group.work(rank, 5.0, after=0.2) for rank in left))
+        found = group.run(group.work(away), *(group.work(rank, after=0.2) for rank in left))
         assert isinstance(found[0], PeerLost) and "without this one" in str(found[0]), found
         assert group.numbers(one_group(found[1:])) == left
 
@@ -111,11 +109,12 @@ def replaced(group: Group, new: MembershipSocket) -> None:
 def test_a_stopped_rank_makes_no_group_beside_those_that_replaced_the_others():
     """It continues when all ranks that it knows have ended, and does not know the process that lives."""
     with Group(3) as group, closing(MembershipSocket("127.0.0.1")) as new:
-        assert group.numbers(one_group(group.agree(0, 1, timeout=short()))) == [0, 1]
+        with silent(2):
+            assert group.numbers(one_group(group.agree(0, 1))) == [0, 1]
         replaced(group, new)
-        (late,) = group.agree(2, timeout=short())
+        (late,) = group.agree(2, timeout=0.5)
         assert isinstance(late, PeerLost) and "without this one" in str(late), late
-        (alone,) = group.run(lambda: new.agree(b"new", 0, 5.0))
+        (alone,) = group.run(lambda: new.agree(b"new", 0, 60.0))
         assert isinstance(alone, Decision) and [member.id for member in alone.members] == [new.id]
 
 
@@ -131,18 +130,20 @@ def test_a_rank_that_was_out_of_reach_hears_of_the_group_from_a_new_process(monk
                 return call(place, *more, **how)
 
             patch.setattr(regroup, "call", cut)
-            assert group.numbers(one_group(group.agree(0, 1, timeout=short()))) == [0, 1]
+            with silent(2):
+                assert group.numbers(one_group(group.agree(0, 1))) == [0, 1]
             replaced(group, new)
-        (alone,) = group.run(lambda: new.agree(b"new", 0, 5.0))
+        (alone,) = group.run(lambda: new.agree(b"new", 0, 60.0))
         assert isinstance(alone, Decision) and alone.left_out == ()
-        (late,) = group.agree(2, timeout=short())
+        (late,) = group.agree(2, timeout=0.5)
         assert isinstance(late, PeerLost) and "without this one" in str(late), late
 
 
 def test_another_process_at_the_port_of_a_rank_that_is_left_out(monkeypatch):
     """It is not told of a group that is none of its own."""
     with Group(3) as group:
-        group.agree(0, 1, timeout=short())
+        with silent(2):
+            group.agree(0, 1)
         port = group.ranks[2]._port
         group.ranks[2].close()
         monkeypatch.setattr(regroup, "listen", lambda host: socket.create_server(("", port)))
@@ -150,7 +151,7 @@ def test_another_process_at_the_port_of_a_rank_that_is_left_out(monkeypatch):
             other.begin([other.member(b"here")])
             found = group.agree(0, 1)
             assert group.numbers(one_group(found)) == [0, 1] and found[0] == found[1]
-            (own,) = group.run(lambda: other.agree(b"here", 0, 3.0))
+            (own,) = group.run(lambda: other.agree(b"here", 0, 60.0))
             assert isinstance(own, Decision) and [member.id for member in own.members] == [other.id]
 
 
@@ -164,14 +165,14 @@ def test_too_few_ranks_make_no_group(size, left):
 
 @pytest.mark.parametrize(("size", "left"), [(2, [0]), (4, [0, 3])])
 def test_half_with_rank_0_is_enough(size, left):
-    with Group(size) as group:
-        found = group.agree(*left, timeout=0.3)
+    with Group(size) as group, silent(*{*range(size)} - {*left}):
+        found = group.agree(*left)
         assert group.numbers(one_group(found)) == left and found[0] == found[-1]
 
 
 def test_two_halves_do_not_make_two_groups(monkeypatch):
     """The network is cut between ranks 0, 1 and 2, 3."""
-    with Group(4) as group:
+    with Group(4) as group, silent(2, 3):
         sides = {rank._port: number // 2 for number, rank in enumerate(group.ranks)}
         here = threading.local()
         call = regroup.call
@@ -187,7 +188,7 @@ def test_two_halves_do_not_make_two_groups(monkeypatch):
         def on_side(rank: int) -> Callable[[], Decision]:
             def work() -> Decision:
                 here.side = rank // 2
-                return group.work(rank, 0.5)()
+                return group.work(rank, 60.0 if rank < 2 else 0.5)()
 
             return work
 
@@ -292,7 +293,7 @@ def test_newcomers_get_the_numbers_behind_the_others():
         assert (second.rank, first.rank) == (2, 3), "in the order of the ranks that they called"
         # from now on they are members like the others
         group.ranks[0].close()
-        found = group.run(group.work(1), lambda: first.agree(b"w", 0, 10.0), lambda: second.agree(b"w", 0, 10.0))
+        found = group.run(group.work(1), lambda: first.agree(b"w", 0, 60.0), lambda: second.agree(b"w", 0, 60.0))
         assert len(one_group(found).members) == 3 and found.count(found[0]) == 3
 
 
@@ -302,7 +303,9 @@ def test_a_newcomer_that_has_ended_is_not_waited_for():
         with pytest.raises(CollectiveTimeout, match=r"all ranks must call comm\.grow\(\)"):
             gone.knock(("127.0.0.1", group.ranks[0]._port), b"new", 0.2)
         gone.close()
-        assert group.ranks[0].waiting() == 0
+        limit = patience.Limit(30)
+        while group.ranks[0].waiting():  # a system under load may tell its end late
+            assert limit.left()
 
 
 def test_strangers_change_nothing():
@@ -317,16 +320,29 @@ def test_strangers_change_nothing():
 
 def test_a_late_coordinator_that_begins_again_keeps_its_followers(monkeypatch):
     """The others have waited for it as long as their timeout says when it asks them to come a second time."""
+    clock, obey, waits, is_late = Clock(), Agreement._obey, [], threading.Event()
+    monkeypatch.setattr(regroup, "time", clock)
+
+    def obeys(self: Agreement, message: dict[str, Any], now: float) -> None:
+        obey(self, message, now)
+        if message["kind"] == "wait" and not is_late.is_set():
+            waits.append(self)
+            if len(waits) == 2:  # ranks 1 and 2
+                clock.ahead = 61.0
+                is_late.set()
+
+    monkeypatch.setattr(Agreement, "_obey", obeys)
     with Group(4) as group:
         _ends_at(monkeypatch, group.ranks[3], "accepted", 1)
 
         def dies() -> Decision:
+            assert is_late.wait(60)
             try:
-                return group.work(3, after=1.3)()
+                return group.work(3)()
             except SystemExit:
                 raise PeerLost("ended") from None
 
-        found = group.run(dies, group.work(0, 1.0, after=0.7), group.work(1, 1.0), group.work(2, 1.0))
+        found = group.run(dies, group.work(0, 120.0), group.work(1, 60.0), group.work(2, 60.0))
         assert group.numbers(one_group(found)) in ([0, 1, 2], [0, 1, 2, 3])
         assert all(isinstance(each, Decision) for each in found[1:]), found
 
@@ -347,7 +363,14 @@ def test_another_group_at_the_port_of_a_rank_that_has_ended(ended, monkeypatch):
 
 def test_what_one_rank_may_know_is_decided_again(monkeypatch):
     """Rank 0 ends when it has told rank 1 alone, and rank 1 goes its way. The others must not make another group."""
-    with Group(5) as group:
+    informed = Agreement.informed
+
+    def in_order(self: Agreement, out_of_reach: Any) -> None:
+        self._joined = dict(sorted(self._joined.items()))  # else it tells first who came first
+        informed(self, out_of_reach)
+
+    monkeypatch.setattr(Agreement, "informed", in_order)
+    with Group(5) as group, silent(1):
         _ends_at(monkeypatch, group.ranks[0], "decided", 2)
 
         def dies() -> Decision:
@@ -356,7 +379,7 @@ def test_what_one_rank_may_know_is_decided_again(monkeypatch):
             except SystemExit:
                 raise PeerLost("ended") from None
 
-        found = group.run(dies, *(group.work(rank, 1.0) for rank in range(1, 5)))
+        found = group.run(dies, *map(group.work, range(1, 5)))
         assert found[1:] == [one_group(found)] * 4 and group.numbers(found[1]) == [0, 1, 2, 3, 4]
 
 
@@ -400,7 +423,7 @@ def test_ranks_that_are_refused_by_the_first_wait_for_it(monkeypatch):
     """Rank 1 makes no group alone, though rank 0 seems to have ended: rank 0 is half of the group."""
     with Group(2) as group:
         refuse(monkeypatch, group.ranks[0])
-        first, second = group.run(group.work(0, 3 * short(), after=short()), group.work(1, short()))
+        first, second = group.run(group.work(0, 3.0, after=1.0), group.work(1, 1.0))
         assert isinstance(second, CollectiveTimeout) or "without this one" in str(second), second
         assert isinstance(first, Decision) and group.numbers(first) == [0]
 
@@ -420,6 +443,7 @@ def test_a_refusal_from_another_machine_counts_where_the_socket_was_reached(was_
         with socket.socket() as nobody:
             nobody.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             nobody.bind((me.host, me.port))  # without listen() it refuses, and no other program takes the port
-            found = group.agree(1, 2, timeout=3 * short())
+            with silent(0):
+                found = group.agree(1, 2)
         assert group.numbers(one_group(found)) == [1, 2] and found[0] == found[1]
         assert (group.ranks[0].id in {member.id for member in found[0].left_out}) == (not was_reached)

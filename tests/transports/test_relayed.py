@@ -8,7 +8,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import patience
 import pytest
+from clocks import Clock
 from relays import KEY, TOKEN, hidden, hide, running, token_relay_key, use, wait_for
 from wan_groups import group
 from wan_wires import Lost, Wire
@@ -39,16 +41,16 @@ def wires(place, size=2, *, is_reachable=False, connections=1, key=KEY, away_sec
     return found
 
 
-def exchange(found, nbytes=200_000, turns=3, seconds=30.0):
+def exchange(found, nbytes=200_000, turns=3, seconds=60.0):
     """Each wire sends to each other one, and gets the right bytes."""
-    deadline = time.monotonic() + seconds
+    limit = patience.Limit(seconds)
     for turn in range(turns):
         sent = {(a, b): os.urandom(nbytes) for a in range(len(found)) for b in range(len(found)) if a != b}
         tokens = {(a, b): found[b].receive(a, nbytes, turn) for a, b in sent}
         for (a, b), data in sent.items():
             found[a].send(b, data, turn)
         while not all(token in found[b].done for (_, b), token in tokens.items()):
-            assert time.monotonic() < deadline
+            assert limit.left()
             for each in found:
                 each.nap()
         for (a, b), token in tokens.items():
@@ -137,9 +139,9 @@ def test_calls_go_on_when_the_relay_is_started_again(monkeypatch):
 
 
 def wait_for_calls(ranks, before):
-    deadline = time.monotonic() + 60
+    limit = patience.Limit(60)
     while not all(now > then + 2 for now, then in zip(ranks.calls, before, strict=True)):
-        assert time.monotonic() < deadline, "the ranks do not go on"
+        assert limit.left(), "the ranks do not go on"
         assert not any(end.done() for end in ranks.ends), [end.exception() for end in ranks.ends]
         time.sleep(0.01)
 
@@ -151,20 +153,25 @@ def of(place, key=KEY):
     return Relay(place, Secret(key), "the relay")
 
 
-def test_ways_by_the_relay():
+def test_ways_by_the_relay(monkeypatch):
     with running() as relay:
         ways = Ways(of(relay.place), SECRET, "test")
         with hidden("127.0.0.1") as server:
             place = server.getsockname()[:2]
-            with ways.listener(server.dup(), place) as listener, ThreadPoolExecutor(1) as pool:
+            with (
+                ways.listener(server.dup(), place) as listener,
+                ThreadPoolExecutor(1) as pool,
+                monkeypatch.context() as patch,
+            ):
+                patch.setattr(relayed, "_RELAY_SECONDS", 60.0)
                 assert isinstance(listener, RelayListener)
                 for _ in range(6):  # more than wait at once
                     call = pool.submit(ways.connect, place, 5.0)
                     accepted = accept(listener)
-                    with call.result(10) as caller, accepted:
+                    with call.result(60) as caller, accepted:
                         assert ways.needs_relay(place)
                         caller.sendall(b"hello")
-                        accepted.settimeout(10)
+                        accepted.settimeout(60)
                         assert accepted.recv(5) == b"hello"
                 assert not ways.has_ended(place)
             wait_for(lambda: ways.has_ended(place), "the relay knows that the listener has ended")
@@ -174,8 +181,8 @@ def test_ways_by_the_relay():
 
 
 def accept(listener):
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
+    limit = patience.Limit(60)
+    while limit.left():
         try:
             connection, _ = listener.accept()
         except BlockingIOError:
@@ -234,13 +241,13 @@ def test_a_relay_needs_a_token_and_a_host_that_exists():
 # -- the meeting -------------------------------------------------------------------------------------------------------
 
 
-def meet(place, size, timeout=30.0):
+def meet(place, size, timeout=60.0):
     key = derive(token_key(), "meeting")
     with ThreadPoolExecutor(size) as pool:
         met = [Rendezvous(rank, size, place, "job", key=key, relay=relay_of()) for rank in range(size)]
         calls = [pool.submit(each.gather, b"note %d" % rank, timeout) for rank, each in enumerate(met)]
         try:
-            return [call.result(60) for call in calls]
+            return [call.result(120) for call in calls]
         finally:
             for each in met:
                 each.close()
@@ -269,10 +276,14 @@ def test_a_meeting_at_a_name_that_only_rank_0_knows(monkeypatch, numbers):
 
 
 def test_a_meeting_without_its_relay_says_so(monkeypatch, numbers):
+    """The deadline ends after the first try."""
+    clock = Clock()
+    monkeypatch.setattr(rendezvous, "time", clock)
+    monkeypatch.setattr(clock, "sleep", lambda seconds: setattr(clock, "ahead", 1000.0))
     with running(token_relay_key()) as relay:
         use(monkeypatch, relay.place)
     with pytest.raises(CollectiveTimeout, match=r"by the relay 127.0.0.1:\d+: .*refused"):
-        Rendezvous(1, 2, ("127.0.0.1", 1), key=derive(token_key(), "meeting"), relay=relay_of()).gather(b"", 1.0)
+        Rendezvous(1, 2, ("127.0.0.1", 1), key=derive(token_key(), "meeting"), relay=relay_of()).gather(b"", 60.0)
 
 
 # -- membership --------------------------------------------------------------------------------------------------------
@@ -297,10 +308,10 @@ def test_groups_grow_and_shrink_by_the_relay(monkeypatch):
             assert values(comm) == 6.0
             if comm.rank == 0:
                 addresses.append(comm.address)
-            left.wait(30)
+            left.wait(60)
             smaller = comm.shrink(timeout=5)  # nobody sees from outside that the third one has ended
             assert (smaller.size, values(smaller)) == (2, 3.0)
-            larger = smaller.grow(3, timeout=30)
+            larger = smaller.grow(3, timeout=60)
             assert (larger.size, values(larger)) == (3, 6.0)
             larger.close()
             return True
@@ -333,10 +344,10 @@ def rank_of_group(rank, size, fn):
 
     def gather(note):
         NOTES[rank] = note
-        BARRIER.wait(30)
+        BARRIER.wait(60)
         found = list(NOTES)
-        BARRIER.wait(30)
+        BARRIER.wait(60)
         return found
 
-    transport = WanTransport(gather, 30.0, is_local=True, secret=SECRET)
-    return fn(qccl.Communicator.from_transport(transport, timeout=20))
+    transport = WanTransport(gather, 60.0, is_local=True, secret=SECRET)
+    return fn(qccl.Communicator.from_transport(transport, timeout=60))
