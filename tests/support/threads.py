@@ -35,7 +35,7 @@ def outcomes(n: int, fn: Callable[[LoopbackTransport], Any]) -> list[Any]:
         except BaseException as error:
             found[rank] = error
 
-    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(n)]
+    threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}", daemon=True) for r in range(n)]
     for thread in threads:
         thread.start()
     limit = patience.Limit(30)
@@ -51,7 +51,7 @@ def address(x: np.ndarray) -> int:
 class Caller:
     """Calls two_round all-reduces on an engine, as a communicator would."""
 
-    def __init__(self, transport, timeout: float = 10.0) -> None:
+    def __init__(self, transport, timeout: float = 30.0) -> None:
         self.transport, self.timeout = transport, timeout
         self.engine = HostEngine(transport)
 
