@@ -22,7 +22,7 @@ from qccl.errors import ArgumentError
 from qccl.statistics import Statistics
 from qccl.transports.sockets import place_text
 
-SECONDS = 10.0
+SECONDS = 60.0
 VALUE = re.compile(r"[0-9]+|[0-9]+\.[0-9]+(e[+-][0-9]+)?|[0-9]+e[+-][0-9]+")
 LABELS = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\\n]|\\[\\n"])*)"(?:,|$)')
 

@@ -13,7 +13,7 @@ import qccl
 from qccl.bench.verdict import findings
 from qccl.records import FOLDER, read_record
 
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 def states(comm: qccl.Communicator) -> list[str]:

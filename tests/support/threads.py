@@ -44,6 +44,14 @@ def outcomes(n: int, fn: Callable[[LoopbackTransport], Any]) -> list[Any]:
     return found
 
 
+def hear(engine: HostEngine, headers: int) -> None:
+    """Step until that many headers have come, of calls that this rank has not made."""
+    limit = patience.Limit(30)
+    while engine._loop.early < headers:
+        assert limit.left(), f"{engine._loop.early} of {headers} headers have come"
+        engine.step()
+
+
 def address(x: np.ndarray) -> int:
     return x.__array_interface__["data"][0]
 
