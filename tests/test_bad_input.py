@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
 
 import numpy as np
@@ -404,13 +403,16 @@ def test_rank_raises_before_the_call():
 
 
 def test_rank_stays_away():
+    missed = threading.Semaphore(0)
+
     def run(comm):
         x = np.ones(COUNT, np.float32)
         if comm.rank != 1:
             with pytest.raises((qccl.CollectiveTimeout, qccl.PeerLost)) as caught:
                 comm.quantized_allreduce(x, timeout=0.5)
+            missed.release()
             return type(caught.value)
-        time.sleep(1.5)
+        assert all(missed.acquire(timeout=60) for _ in range(2))
         return None
 
     assert qccl.CollectiveTimeout in qccl.run_ranks(3, run, timeout=30.0)

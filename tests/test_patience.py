@@ -45,9 +45,9 @@ def test_a_limit_follows_the_load_that_comes_later(load: list[float], monkeypatc
 
 def test_processes_have_limits_that_grow_and_that_end(load: list[float]) -> None:
     """conftest.py makes them so; input is sent once, and output is complete."""
-    program = "import sys, time; time.sleep(0.4); print(sys.stdin.read() * 2)"
+    program = "import sys, time; time.sleep(0.7); print(sys.stdin.read() * 2)"
     load[:] = [1.0, 1000.0]
-    done = subprocess.run([sys.executable, "-c", program], input="abc", capture_output=True, text=True, timeout=0.2)
+    done = subprocess.run([sys.executable, "-c", program], input="abc", capture_output=True, text=True, timeout=0.5)
     assert (done.returncode, done.stdout) == (0, "abcabc\n")
     load[:] = [1.0]
     with pytest.raises(subprocess.TimeoutExpired):

@@ -20,7 +20,7 @@ import qccl.transports.loopback
 from qccl.errors import ArgumentError, CollectiveTimeout
 from qccl.records import FOLDER, FORMAT, CallRecord, GroupRecord, TransferRecord, read_record
 
-SECONDS = 10.0
+SECONDS = 60.0
 
 CALL = CallRecord(
     *(7, 6, "allreduce(count=10)", "under way", 5.0),

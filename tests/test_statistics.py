@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 from cuda_ranks import ranks
 from sent_bytes import count_sent
+from threads import hear
 
 import qccl
 from qccl.codecs import get
 from qccl.collectives import spec_of_plan
 from qccl.dtypes import FLOAT32
 from qccl.engine.tallies import traffic
+from qccl.host.engine import HostEngine
 from qccl.schedule import Buffer, Encode, Exchange, Role, Schedule, Span, Transfer
 
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 def only(stats: qccl.statistics.Stats) -> qccl.statistics.CallStats:
@@ -207,13 +209,13 @@ def test_statistics_after_the_end_and_of_no_calls():
 
 def test_times_of_calls_that_the_program_waits_for():
     """Rank 1 comes later: rank 0 waits for so long, and nothing is hidden. Both have long and short calls."""
-    pause = 0.2
+    pause = 0.3
 
     def run(comm):
         begun = time.monotonic()
         for count in (10, 300_000):
-            comm.barrier()
             if comm.rank:
+                hear(comm._session.engine, 1)  # rank 0 has begun to wait
                 time.sleep(pause)
             comm.quantized_allreduce(np.ones(count, np.float32), codec="minmax4")
         return only(comm.stats()), time.monotonic() - begun
@@ -224,21 +226,26 @@ def test_times_of_calls_that_the_program_waits_for():
         assert found.seconds == pytest.approx(found.computing_seconds + found.waiting_seconds, rel=1e-6)
         assert found.seconds <= elapsed
         if rank == 0:
-            assert found.waiting_seconds > 1.9 * pause
+            assert found.waiting_seconds > 1.5 * pause  # in both calls
 
 
-def test_times_of_calls_under_way_while_the_program_works():
+def test_times_of_calls_under_way_while_the_program_works(monkeypatch):
     """Rank 1 joins when rank 0 has worked for a while, then rank 0 waits: it counts each second once."""
-    pause, came = 0.3, threading.Event()
+    pause, waits, usual = 0.3, threading.Event(), HostEngine.run
+
+    def wait(engine, execution, limit=math.inf):
+        waits.set()
+        usual(engine, execution, limit)
+
+    monkeypatch.setattr(HostEngine, "run", wait)
 
     def run(comm):
         if comm.rank:
-            assert came.wait(SECONDS)
+            assert waits.wait(SECONDS)
             time.sleep(pause)
         works = [comm.quantized_allreduce(np.ones(1000, np.float32), async_op=True) for _ in range(3)]
         if comm.rank == 0:
             time.sleep(pause)
-            came.set()
         for work in works:
             work.wait()
         return only(comm.stats())
@@ -246,8 +253,8 @@ def test_times_of_calls_under_way_while_the_program_works():
     found = qccl.run_ranks(2, run)[0]
     assert found.calls == 3
     assert found.hidden_seconds >= 3 * 0.99 * pause  # of each call
-    assert 0.9 * pause <= found.waiting_seconds <= found.seconds - found.hidden_seconds - 2 * 0.9 * pause
-    assert found.seconds >= 3 * 1.9 * pause
+    assert 0.5 * pause <= found.waiting_seconds <= 0.5 * (found.seconds - found.hidden_seconds)
+    assert found.seconds >= 3 * 1.5 * pause
 
 
 def test_short_calls_count_the_time_of_those_before():

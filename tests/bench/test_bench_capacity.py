@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import patience
 import pytest
 from bench_runs import LAUNCHERS, workers
 from click.testing import CliRunner
@@ -110,21 +111,22 @@ def test_the_limit_of_descriptors_is_raised_or_reported() -> None:
 
 
 def none_is_left(pid: int) -> bool:
-    deadline = time.monotonic() + 10
-    while (left := workers(pid)) and time.monotonic() < deadline:
+    limit = patience.Limit(30)
+    while (left := workers(pid)) and limit.left():
         time.sleep(0.05)
     return not left
 
 
 def test_ranks_that_ignore_the_request_to_end_are_killed_even_when_the_time_is_up(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As with hundreds of ranks, of which the first ones took all the time that there was."""
     monkeypatch.setattr(processes, "_GRACE_SECONDS", 0.0)
-    stubborn = ["sh", "-c", "trap '' TERM; echo up; sleep 60 & sleep 60"]
+    stubborn = ["sh", "-c", f"trap '' TERM; echo up; touch {tmp_path}/$$; sleep 60 & sleep 60"]
+    ends = ["sh", "-c", f"until [ $(ls {tmp_path} | wc -l) = 3 ]; do sleep 0.05; done; exit 3"]
     up: list[str] = []
     with LinePipe(up.append) as pipe:
-        starts = [Start(stubborn, os.environ, pipe)] * 3 + [Start(["sh", "-c", "sleep 1; exit 3"], os.environ, pipe)]
+        starts = [Start(stubborn, os.environ, pipe)] * 3 + [Start(ends, os.environ, pipe)]
         assert run_processes(starts, [pipe], silence=30) == 3
     assert up == ["up"] * 3 and none_is_left(os.getpid())
 
@@ -143,8 +145,8 @@ def test_a_signal_while_ranks_start_leaves_none(number: int) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHERS}
     process = subprocess.Popen([sys.executable, "-c", STARTER], env=environment, stdin=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 30
-        while not workers(process.pid) and time.monotonic() < deadline:
+        limit = patience.Limit(60)
+        while not workers(process.pid) and limit.left():
             time.sleep(0.002)
         process.send_signal(number)
         assert process.wait(40) == (-9 if number == signal.SIGKILL else 128 + number)

@@ -14,14 +14,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
+import patience
 import pytest
 from click.testing import CliRunner
 
 import qccl
 from qccl import metrics
-from qccl.bench import scrape
+from qccl.bench import scrape, top
 from qccl.bench.cli import main
 from qccl.bench.scrape import Sample
 from qccl.bench.top import lines
@@ -116,11 +118,12 @@ def test_texts_of_endpoints_do_not_control_the_terminal():
     assert not {"\x1b", "\u202e"} & set("".join(lines([("h", 1)], [now], [now])))
 
 
-def test_the_command_on_made_up_endpoints():
+def test_the_command_on_made_up_endpoints(monkeypatch):
+    monkeypatch.setattr(scrape, "_SECONDS", SECONDS)
     calls = itertools.count(100, 50)
-    with answering(lambda: OK + text(next(calls), rank=1).encode()) as place, socket.create_server(("", 0)) as silent:
+    with answering(lambda: OK + text(next(calls), rank=1).encode()) as place, socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and it does not listen
         closed = silent.getsockname()[1]
-        silent.close()
         found = CliRunner().invoke(main, ["top", place, f"127.0.0.1:{closed}", "--interval", "0.2"])
     assert found.exit_code == 0 and "\x1b" not in found.output
     header, row, error = found.output.splitlines()
@@ -155,7 +158,7 @@ def test_the_command_on_made_up_endpoints():
     ],
 )
 def test_answers_of_other_programs(answer, pause, reason, monkeypatch):
-    monkeypatch.setattr(scrape, "_SECONDS", 0.5)
+    monkeypatch.setattr(scrape, "_SECONDS", 0.5 if pause else SECONDS)
     with answering(lambda: answer, pause) as place:
         host, port = place.split(":")
         (found,) = scrape.scrape([(host, int(port))])
@@ -176,9 +179,20 @@ def test_wrong_arguments(arguments):
 
 def test_real_ranks(port, monkeypatch):
     monkeypatch.setenv(metrics.VARIABLE, str(port))
-    stop = threading.Event()
+    monkeypatch.setattr(scrape, "_SECONDS", SECONDS)
+    stop, comms, sleep = threading.Event(), [], time.sleep
+
+    def pause(seconds):
+        """Until each rank has ended calls."""
+        limit, before = patience.Limit(SECONDS), [comm.calls for comm in comms]
+        while limit.left() and any(comm.calls < calls + 2 for comm, calls in zip(comms, before, strict=True)):
+            sleep(seconds)
+
+    monkeypatch.setattr(top, "time", SimpleNamespace(sleep=pause))
 
     def run(comm):
+        comms.append(comm)
+        comm.barrier()
         if comm.rank == 0:
             thread = threading.Thread(target=look, daemon=True)
             thread.start()

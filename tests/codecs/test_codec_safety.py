@@ -14,6 +14,7 @@ from typing import Any
 import kernel_calls
 import numpy as np
 import oracle
+import patience
 import pytest
 from kernel_calls import DTYPES, assert_same_bits
 from oracle import MinMax
@@ -121,28 +122,31 @@ def test_storing_an_address_rebinds_and_the_memory_stays_alive() -> None:
 
 
 def test_operations_release_the_gil() -> None:
-    """This thread runs on while another is inside one long operation."""
+    """This thread runs on while another is inside a long operation, though perhaps not beside the first one."""
     count = 1 << 23
     x, wire = np.ones(count, np.float32), np.empty(2 * count, np.uint8)
     memory = _host.Memory(2)
     memory[0], memory[1] = x.ctypes.data, wire.ctypes.data
     encode = _host.Encode(memory, codecs.MinMax(3, 8, "stochastic").host(), 0, (0, 0), (1, 0), count, 0, 0, 0)
+    ticks: list[float] = []
     inside: list[float] = []
 
     def work() -> None:
-        inside.append(time.monotonic())
-        encode()
-        inside.append(time.monotonic())
+        limit = patience.Limit(20)
+        while not inside and limit.left():
+            ticks.clear()
+            start = time.monotonic()
+            encode()
+            stop = time.monotonic()
+            margin = (stop - start) / 10
+            inside.extend(tick for tick in tuple(ticks) if start + margin < tick < stop - margin)
 
     thread = threading.Thread(target=work)
-    ticks = []
     thread.start()
     while thread.is_alive():
         ticks.append(time.monotonic())
         time.sleep(0.0005)
-    start, stop = inside
-    margin = (stop - start) / 10
-    assert any(start + margin < tick < stop - margin for tick in ticks)
+    assert inside
 
 
 def test_stub_names_what_the_module_has() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -9,6 +10,7 @@ import weakref
 
 import fake_cuda
 import fake_nccl
+import patience
 import pytest
 from cuda_ranks import called, one, pair, ranks, values
 
@@ -17,32 +19,33 @@ import qccl
 
 def wait_for_abort(world, blocked):
     """Return when rank 0 has aborted NCCL, while the thread ``blocked`` runs."""
-    deadline = time.monotonic() + 5
+    limit = patience.Limit(30)
     while ("abort", 0) not in world.calls:
-        assert blocked.is_alive() and time.monotonic() < deadline, "nothing was aborted"
+        assert blocked.is_alive() and limit.left(), "nothing was aborted"
         time.sleep(0.01)
 
 
 def test_a_rank_that_stays_away(world, cupy):
+    missed = threading.Event()
+
     def run(comm):
         x = fake_cuda.array(values(comm.rank, 100), comm.rank)
         comm.quantized_allreduce(x)
         comm.check()
         comm.barrier()
         if comm.rank == 1:
-            time.sleep(1.0)
-            return None
+            return missed.wait(60)
         work = comm.quantized_allreduce(x, async_op=True, timeout=0.3)
-        begin = time.monotonic()
         with pytest.raises(qccl.CollectiveTimeout, match="allreduce"):
             work.synchronize()
         assert isinstance(work.exception(), qccl.CollectiveTimeout)
         for call in (lambda: comm.quantized_allreduce(x), comm.check, comm.barrier):
             with pytest.raises(qccl.CollectiveTimeout, match="earlier"):
                 call()
-        return time.monotonic() - begin < 5
+        missed.set()
+        return True
 
-    assert ranks(2, run)[0] is True
+    assert ranks(2, run) == [True, True]
     assert ("abort", 0) in world.calls
 
 
@@ -51,8 +54,7 @@ def test_the_watchdog_needs_nobody_who_waits(world, cupy):
         x, out = called(comm)
         world.ends = False
         comm.quantized_allreduce(x, out, timeout=0.2)  # a program that never asks
-        time.sleep(0.6)
-        assert ("abort", 0) in world.calls
+        wait_for_abort(world, threading.current_thread())
         world.ends = True
         with pytest.raises(qccl.CollectiveTimeout):
             comm.check()
@@ -66,8 +68,8 @@ def test_the_deadline_counts_from_the_first_step_on_the_device(world, cupy):
     def run(comm):
         x, out = called(comm)
         world.frozen = True
-        work = comm.quantized_allreduce(x, out, async_op=True, timeout=0.2)
-        time.sleep(0.6)
+        work = comm.quantized_allreduce(x, out, async_op=True, timeout=1.0)
+        time.sleep(1.2)
         world.frozen = False
         assert work.synchronize() is out
 
@@ -85,7 +87,7 @@ def test_the_deadline_while_a_thread_waits_for_room_in_a_full_queue(world, cupy)
         caller.start()
         wait_for_abort(world, caller)
         world.ends = True
-        caller.join(10)
+        caller.join(60)
         with pytest.raises(qccl.CollectiveTimeout, match="deadline"):
             comm.check()
 
@@ -103,11 +105,16 @@ def test_the_deadline_while_a_wait_has_no_room_in_a_full_queue(world, cupy):
         for _ in range(40):
             world.put(0, "a kernel of the caller")
         world.queue_entries = 40
-        waiter = threading.Thread(target=work.wait)
+
+        def wait():
+            with contextlib.suppress(qccl.CollectiveTimeout):  # if the deadline has passed already
+                work.wait()
+
+        waiter = threading.Thread(target=wait)
         waiter.start()
         wait_for_abort(world, waiter)
         world.ends, world.holds = True, lambda node: False
-        waiter.join(10)
+        waiter.join(60)
         with pytest.raises(qccl.CollectiveTimeout, match="deadline"):
             comm.check()
 
@@ -127,12 +134,13 @@ def test_the_runs_under_way_leave_room_in_the_queues(world, cupy):
         done = []
         caller = threading.Thread(target=lambda: [done.append(plan.start()) for _ in range(calls)])
         caller.start()
-        before = -1
-        while before < len(done) < calls:
+        before, limit = -1, patience.Limit(30)
+        while len(done) < calls and (fullest <= 100 or before < len(done)):  # until the caller is blocked
+            assert limit.left()
             before = len(done)
             time.sleep(0.3)
+            fullest = max(world._queued(stream) for stream in world.tail)
         assert len(done) < calls
-        fullest = max(world._queued(stream) for stream in world.tail)
         world.frozen = False
         caller.join(60)
         comm.check()
@@ -160,7 +168,7 @@ def test_waiting_for_room_has_a_deadline_though_no_call_begins(world, cupy):
 
         caller = threading.Thread(target=fill)
         caller.start()
-        caller.join(10)
+        caller.join(60)
         world.frozen = False
         [error] = errors
         assert isinstance(error, qccl.CollectiveTimeout)
@@ -177,9 +185,9 @@ def test_a_function_that_blocks_holds_up_no_deadline(world, cupy):
         called, release = threading.Event(), threading.Event()
         world.frozen = True
         work = comm.quantized_allreduce(*pair(), async_op=True)
-        work.add_done_callback(lambda _: (called.set(), release.wait(20)))
+        work.add_done_callback(lambda _: (called.set(), release.wait(60)))
         world.frozen = False
-        assert called.wait(10)
+        assert called.wait(60)
         world.ends = False
         comm.quantized_allreduce(*pair(), async_op=True, timeout=0.2)
         try:
@@ -228,7 +236,7 @@ def test_a_watchdog_that_collects_another_communicator_keeps_its_deadline(world,
         if getattr(dropped, "_world", None) is not world:  # of an earlier test
             return
         threads.append(threading.current_thread().name)
-        deadline = time.monotonic() + 8
+        deadline = time.monotonic() + 60
         while ("abort", 0) not in world.calls and time.monotonic() < deadline:
             time.sleep(0.01)
 
@@ -253,9 +261,9 @@ def test_a_watchdog_that_collects_another_communicator_keeps_its_deadline(world,
         world.ends = False
         comm.quantized_allreduce(x, out, timeout=0.3)
         collect.set()
-        begin = time.monotonic()
+        limit = time.monotonic() + 30  # before that of the collector, which waits for the same
         while ("abort", 0) not in world.calls:
-            assert time.monotonic() < begin + 5, "the watchdog is blocked"
+            assert time.monotonic() < limit, "the watchdog is blocked"
             time.sleep(0.01)
         assert ended.is_set()
         world.ends = True
@@ -284,9 +292,9 @@ def test_the_watchdog_frees_no_arrays(world, cupy):
         del x
         assert not threads
         world.frozen = False
-        deadline = time.monotonic() + 5
+        limit = patience.Limit(30)
         while not threads:  # a program that never asks
-            assert time.monotonic() < deadline
+            assert limit.left()
             time.sleep(0.01)
 
     one(run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 
 import fake_cuda
 import fake_kernels
@@ -73,15 +73,17 @@ def test_a_call_that_fails_keeps_the_state_before_it() -> None:
         before = comm.state_dict()["keys"]["a"]["values"]
         comm.barrier()
         if comm.rank == 1:
-            time.sleep(1.0)
+            assert missed.wait(60)
             return None
         comm.quantized_allreduce(xs[1], codec=CODEC, key="a", timeout=0.3)
         with pytest.raises(qccl.CollectiveTimeout):
             comm.check()
+        missed.set()
         world.finish(lambda: world.is_idle(0))
         assert np.isnan(xs[1].get()).all()
         return before, comm.state_dict()["keys"]["a"]["values"]
 
+    missed = threading.Event()
     world = fake_cuda.World()
     with fake_cuda.installed(world, fake_kernels.work):
         before, after = ranks(2, calls)[0]

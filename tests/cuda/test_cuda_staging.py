@@ -172,12 +172,12 @@ def test_the_host_does_not_wait_and_calls_follow_each_other(world, cupy):
         staged(comm, fake_cuda.array(values(comm.rank, 3000), comm.rank))  # and now the ranks have agreed
         comm.check()
         comm.barrier()
-        begun.wait(10)
+        begun.wait(60)
         world.frozen = True
         works = [plan.bind(x).start() for x in xs[:4]]
         works += [staged(comm, x, async_op=True) for x in xs[4:]]
         assert not any(work.is_completed() for work in works)
-        begun.wait(10)
+        begun.wait(60)
         world.frozen = False
         for work in reversed(works):
             work.synchronize()

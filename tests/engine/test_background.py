@@ -21,10 +21,10 @@ from qccl.host.execution import Execution
 COUNT = 300_000
 
 
-def until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds * patience.factor()
+def until(condition):
+    limit = patience.Limit(30)
     while not condition():
-        assert time.monotonic() < deadline, "this did not come true"
+        assert limit.left(), "this did not come true"
         time.sleep(0.002)
 
 
@@ -69,7 +69,7 @@ def test_several_calls_in_flight_end_in_any_order():
         np.random.default_rng(comm.rank).shuffle(order)
         for i in order:
             if i % 3:
-                works[i].wait(timeout=10)
+                works[i].wait(timeout=60)
             else:
                 until(works[i].is_completed)
         return all((x == 2 * (i + 1)).all() for i, x in enumerate(arrays))
@@ -165,7 +165,7 @@ def test_the_thread_gives_way_to_a_caller_who_starts_another_call():
     def run(comm):
         x, y = np.ones(1000, np.float32), np.ones(1000, np.float32)
         if comm.rank:
-            assert started.wait(10)
+            assert started.wait(60)
         first = comm.quantized_allreduce(x, async_op=True)
         if comm.rank == 0:
             time.sleep(0.1)
@@ -194,11 +194,11 @@ def test_beside_a_caller_that_computes_in_python():
     def run(comm):
         x = np.ones(COUNT, np.float32)
         work = comm.quantized_allreduce(x, async_op=True, chunk=4096)
-        start = time.monotonic()
+        limit = patience.Limit(30)
         rounds = 0
         while x[-1] != 2 or x[0] != 2:
             rounds += sum(range(100)) > 0
-            assert time.monotonic() - start < 10
+            assert limit.left()
         work.wait()
         return True
 
@@ -239,7 +239,7 @@ def test_a_deadline_passes_in_the_background():
 
     def run(comm):
         if comm.rank == 1:
-            assert failed.wait(10)
+            assert failed.wait(60)
             return
         work = comm.quantized_allreduce(np.ones(10, np.float32), async_op=True, timeout=0.1)
         until(lambda: comm._session.engine._failure is not None)
@@ -259,14 +259,12 @@ def test_waiting_for_a_while():
 
     def run(comm):
         if comm.rank == 1:
-            assert waited.wait(20)
+            assert waited.wait(60)
             comm.quantized_allreduce(np.ones(10, np.float32))
         work = comm.quantized_allreduce(np.ones(10, np.float32), async_op=True)
-        start = time.monotonic()
         with pytest.raises(CollectiveTimeout, match=r"wait\(\) ended after 0.1 s: rank 1 did not make this call"):
             work.wait(timeout=0.1)
         waited.set()
-        assert time.monotonic() - start < 10
         raise work.exception()
 
     with pytest.raises((CollectiveTimeout, PeerLost)):
@@ -288,7 +286,7 @@ def test_arrays_live_until_a_dropped_call_has_ended():
             looked.set()
             assert lives, "the other rank has not come yet"
         else:
-            assert looked.wait(10)
+            assert looked.wait(60)
             comm.quantized_allreduce(x, out=y, async_op=True)
             del x
         until(lambda: y[-1] == 2)
@@ -326,11 +324,11 @@ def test_waiting_until_idle_sees_a_run_that_the_thread_takes_from_the_queue(monk
     def run(comm):
         x = np.ones(COUNT, np.float32)
         if comm.rank:
-            assert started.wait(10)
+            assert started.wait(60)
             return [comm.quantized_allreduce(x) for _ in range(2)]
         works = [comm.quantized_allreduce(x, async_op=True) for _ in range(2)]  # the second writes what the first reads
         started.set()
-        assert taken.wait(10)
+        assert taken.wait(60)
         comm.state_dict()
         assert (x == 4).all()
         return works
@@ -352,7 +350,7 @@ def test_a_wait_returns_when_the_trace_is_complete(monkeypatch):
     def run(comm):
         trace = []
         work = comm.quantized_allreduce(np.ones(COUNT, np.float32), async_op=True, trace=trace)
-        assert ending.wait(10)
+        assert ending.wait(60)
         work.wait()
         assert trace
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
 import time
 
 import numpy as np
+import patience
 import pytest
 from schedule_cases import one_rank
-from threads import CODEC, Caller, near_sum, outcomes, ramp
+from threads import CODEC, Caller, Counting, near_sum, outcomes, ramp
 
 from qccl import lifetime
 from qccl.collectives.allreduce import one_shot
@@ -21,19 +23,29 @@ from qccl.host import engine as host
 from qccl.host import shutdown
 from qccl.transports import loopback
 
+#: of calls that end because of another rank: longer than outcomes() waits for them
+NEVER = 10_000.0
+
 # -- deadlines and failure -----------------------------------------------------------------------------------------
 
 
 def test_a_rank_that_does_not_come():
+    begun = threading.Event()
+
     def run(t):
-        caller = Caller(t, timeout=0.3)
-        if t.rank < 2:
+        caller = Caller(t, timeout=0.3 if t.rank == 1 else NEVER)
+        if t.rank == 0:
+            x = ramp(t.rank, 100)
+            execution = caller.start(caller.program(100), x, np.empty_like(x))
+            begun.set()  # before the deadline of rank 1, which would miss rank 0, too
+            execution.run()
+        elif t.rank == 1:
+            assert begun.wait(60)
             caller.allreduce(ramp(t.rank, 100))
 
     first, second, absent = outcomes(3, run)
     assert absent is None
-    assert {type(first), type(second)} <= {CollectiveTimeout, PeerLost}
-    assert CollectiveTimeout in (type(first), type(second))
+    assert (type(first), type(second)) == (PeerLost, CollectiveTimeout), (first, second)
     assert all("rank 2 did not make this call" in str(e) for e in (first, second))
 
 
@@ -78,7 +90,7 @@ def test_only_one_of_two_calls_in_flight_ends():
         other = caller.start(caller.program(200), second, np.empty_like(second))
         execution.run()
         assert execution.done and not other.done
-        other.run(time.monotonic() + 5)
+        other.run(time.monotonic() + 60)
         return "no timeout"
 
     error, _ = outcomes(2, run)
@@ -95,20 +107,20 @@ def test_the_nearest_deadline_counts():
         x = ramp(t.rank, 100)
         caller.start(caller.program(100), x, np.empty_like(x))
         caller.timeout = 20
-        caller.start(caller.program(100), x, np.empty_like(x)).run(time.monotonic() + 5)
+        caller.start(caller.program(100), x, np.empty_like(x)).run(time.monotonic() + 60)
 
     error, _ = outcomes(2, run)
     assert isinstance(error, CollectiveTimeout) and "(call 0 of the group)" in str(error), error
 
 
 class Paused:
-    """A transport whose rank is paused once, when it has posted ``receives`` receives of data.
+    """A transport whose rank is paused once, when it has posted ``receives`` receives of data, until ``came()``.
 
     What comes meanwhile it hears of right after that, if ``told``. From then on each look takes it a moment.
     """
 
-    def __init__(self, transport, receives, *, told):
-        self._transport, self._after, self._told = transport, receives, told
+    def __init__(self, transport, receives, seconds, came, *, told):
+        self._transport, self._after, self._seconds, self._came, self._told = transport, receives, seconds, came, told
         self._receives, self._pausing = 0, False
 
     def __getattr__(self, name):
@@ -126,8 +138,11 @@ class Paused:
             time.sleep(0 if self._pausing else 0.01)
             return self._transport.poll(idle=idle)
         self._pausing = False
-        found, end = [], time.monotonic() + 0.4
-        while time.monotonic() < end:
+        found, begin, has_come = [], time.monotonic(), False
+        limit = patience.Limit(30)
+        while not has_come or time.monotonic() < begin + self._seconds:
+            assert limit.left(), "the other rank has not sent its data"
+            has_come = self._came()  # before the last look
             if self._told:
                 found += self._transport.poll(idle=1)
             else:
@@ -139,21 +154,32 @@ class Paused:
 def test_a_rank_that_was_paused_past_its_deadline_ends_its_call(chunks, receives, told):
     """Everything has come meanwhile, or before, and the result is right; also in the next run of the program."""
     begun = [threading.Event() for _ in range(2)]
+    timeout = 1.0 if receives else 0.3  # rank 0 has this time to post its receives
+    sent, runs = [], []
+
+    def came():
+        return sum(nbytes for _, _, nbytes in sent) >= len(runs) * chunks * CODEC.encoded_nbytes(64, FLOAT32)
 
     def run(t):
-        caller = Caller(t if t.rank else Paused(t, receives, told=told), timeout=10 if t.rank else 0.3)
+        if t.rank == 0:
+            caller = Caller(Paused(t, receives, timeout + 0.1, came, told=told), timeout=timeout)
+        else:
+            caller = Caller(Counting(t), timeout=NEVER)
+            caller.transport.sent = sent
         program = caller.engine.compile(
             one_rank(one_shot, t.rank, 2, 64 * chunks, FLOAT32, CODEC, chunk_elements=64, depth=chunks)
         )
         x = ramp(t.rank, 64 * chunks)
         ys = [np.empty_like(x) for _ in begun]
-        for y, rank_0_has_begun in zip(ys, begun, strict=True):
+        first = 1 if receives else 0  # rank 0 posts no receives before rank 1 has begun
+        for y, has_begun in zip(ys, begun, strict=True):
             if t.rank == 0:
                 caller.transport.pause()
-            else:
-                assert rank_0_has_begun.wait(10)
+                runs.append(y)
+            if t.rank != first:
+                assert has_begun.wait(60)
             execution = caller.start(program, x, y)
-            rank_0_has_begun.set()
+            has_begun.set()
             execution.run()
         return ys
 
@@ -166,11 +192,11 @@ def test_a_slow_rank_cannot_keep_a_call_beyond_its_deadline():
     """It makes progress all the time; without a deadline this would take a minute and more."""
 
     def run(t):
-        caller = Caller(t, timeout=0.3)
+        caller = Caller(t, timeout=NEVER if t.rank else 0.3)
         x = ramp(t.rank, 100_000)
         execution = caller.start(caller.program(len(x), chunk_elements=64), x, np.empty_like(x))
-        deadline = time.monotonic() + 10
-        while t.rank and time.monotonic() < deadline:
+        deadline = time.monotonic() + 60
+        while t.rank and time.monotonic() < deadline:  # until rank 0 has given up
             execution.step()
             time.sleep(0.01)
         execution.run()
@@ -183,10 +209,10 @@ def test_what_a_call_waits_for_is_named():
     """Ranks, where it waits for any; or its own part."""
 
     def run(t):
-        caller = Caller(t, timeout=5)
+        caller = Caller(t, timeout=NEVER)
         x = ramp(t.rank, 40_000)
         execution = caller.start(caller.program(len(x)), x, np.empty_like(x))
-        found, deadline = set(), time.monotonic() + 10
+        found, deadline = set(), time.monotonic() + 60
         while not execution.done and time.monotonic() < deadline:
             found.add(execution.waits_for())
             execution.step()
@@ -207,50 +233,45 @@ def test_what_a_call_waits_for_is_named():
 
 def test_a_rank_that_stops_in_the_middle():
     def run(t):
-        caller = Caller(t, timeout=2)
+        caller = Caller(t, timeout=NEVER if t.rank == 1 else 2)
         x = ramp(t.rank, 100_000)
         y = np.empty_like(x)
         execution = caller.start(caller.program(len(x), chunk_elements=640), x, y)
         if t.rank == 1:
-            for _ in range(40):
-                execution.step()
+            with contextlib.suppress(PeerLost):  # the others may reach their deadlines meanwhile
+                for _ in range(40):
+                    execution.step()
             return execution.done
         execution.run()
 
-    start = time.monotonic()
     first, stopped, third = outcomes(3, run)
     assert stopped is False
     assert all(isinstance(e, CollectiveTimeout | PeerLost) for e in (first, third)), (first, third)
-    assert time.monotonic() - start < 15
 
 
 def test_a_rank_that_gives_up_is_heard_at_once():
     def run(t):
-        caller = Caller(t, timeout=20)
+        caller = Caller(t, timeout=NEVER)
         if t.rank == 0:
             time.sleep(0.1)
             caller.engine.abort("rank 0 gave up: out of paper")
             return
         caller.allreduce(ramp(t.rank, 100))
 
-    start = time.monotonic()
     _, *errors = outcomes(3, run)
-    assert time.monotonic() - start < 5
     assert all(isinstance(e, PeerLost) and "out of paper" in str(e) for e in errors)
 
 
 def test_a_rank_that_closed_is_missed_at_once():
     def run(t):
-        caller = Caller(t, timeout=20)
+        caller = Caller(t, timeout=NEVER)
         caller.allreduce(ramp(t.rank, 100))
         if t.rank == 0:
             caller.engine.close(0.2)
             return
         caller.allreduce(ramp(t.rank, 100))
 
-    start = time.monotonic()
     _, *errors = outcomes(3, run)
-    assert time.monotonic() - start < 5
     assert all(isinstance(e, PeerLost) for e in errors)
     assert any(
         "rank 0 has closed its communicator" in str(e) and "called allreduce(count=100" in str(e) for e in errors
@@ -261,18 +282,16 @@ def test_a_call_without_a_rank_that_has_closed_fails_at_once():
     """Nobody comes to end it: without the news it would last until its deadline."""
 
     def run(t):
-        caller = Caller(t, timeout=20)
+        caller = Caller(t, timeout=NEVER)
         if t.rank == 0:
             caller.engine.close(0.2)
             return
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not caller.engine._left and time.monotonic() < deadline:
             caller.engine.step()
         caller.allreduce(ramp(t.rank, 100))
 
-    start = time.monotonic()
     _, error = outcomes(2, run)
-    assert time.monotonic() - start < 10
     assert isinstance(
         error, PeerLost
     ) and "rank 0 has closed its communicator, and rank 1 called allreduce(count=100" in str(error)
@@ -282,9 +301,9 @@ def test_a_rank_that_closes_while_a_call_waits_for_it_ends_that_call_at_once():
     begun = threading.Event()
 
     def run(t):
-        caller = Caller(t, timeout=20)
+        caller = Caller(t, timeout=NEVER)
         if t.rank == 0:
-            assert begun.wait(10)
+            assert begun.wait(60)
             caller.engine.close(0.2)
             return
         x = ramp(t.rank, 100)
@@ -292,9 +311,7 @@ def test_a_rank_that_closes_while_a_call_waits_for_it_ends_that_call_at_once():
         begun.set()
         execution.run()
 
-    start = time.monotonic()
     _, error = outcomes(2, run)
-    assert time.monotonic() - start < 10
     assert isinstance(
         error, PeerLost
     ) and "rank 0 has closed its communicator, and rank 1 called allreduce(count=100" in str(error)
@@ -302,12 +319,14 @@ def test_a_rank_that_closes_while_a_call_waits_for_it_ends_that_call_at_once():
 
 def test_a_failed_engine_raises_the_same_again():
     def run(t):
-        caller = Caller(t, timeout=0.2)
+        caller = Caller(t, timeout=NEVER)
         if t.rank == 1:
             return
         x = ramp(0, 64)
         programs = [caller.program(64) for _ in range(2)]
-        runs = [caller.start(program, x, np.empty_like(x)) for program in programs]
+        runs = [caller.start(programs[0], x, np.empty_like(x))]
+        caller.timeout = 0.2  # of the last call only: an engine that has failed starts none
+        runs.append(caller.start(programs[1], x, np.empty_like(x)))
         again = (lambda: caller.allreduce(x), lambda: caller.start(programs[0], x, np.empty_like(x)))
         raised = []
         for use in (runs[0].run, runs[1].run, runs[1].step, *again):
@@ -321,21 +340,32 @@ def test_a_failed_engine_raises_the_same_again():
     assert len(set(messages)) == 1
 
 
+class OfRank:
+    """The seconds that each rank of outcomes() adds to the present time; ``asked`` is released when it does."""
+
+    def __init__(self, *seconds):
+        self._seconds, self.asked = seconds, threading.Semaphore(0)
+
+    def __radd__(self, now):
+        self.asked.release()
+        return now + self._seconds[int(threading.current_thread().name.removeprefix("rank "))]
+
+
 def test_last_words_get_out_before_a_failed_rank_lets_go(monkeypatch):
     """Another message is before them, and the other rank does not look just now."""
-    monkeypatch.setattr(shutdown, "_FLUSH_SECONDS", 10.0)
+    monkeypatch.setattr(shutdown, "_FLUSH_SECONDS", OfRank(NEVER, 0.1))
     monkeypatch.setattr(loopback, "_CONTROL_NBYTES", 0)  # what is not taken is lost
     begun = threading.Event()
 
     def run(t):
-        caller = Caller(t, timeout=20)
+        caller = Caller(t, timeout=NEVER)
         x = ramp(t.rank, 100)
         if t.rank == 0:
             caller.start(caller.program(100), x, np.empty_like(x))
             begun.set()
             caller.engine.abort("rank 0 gave up: out of paper")
             return
-        assert begun.wait(10)
+        assert begun.wait(60)
         time.sleep(0.2)
         caller.start(caller.program(100), x, np.empty_like(x)).run()
 
@@ -344,12 +374,15 @@ def test_last_words_get_out_before_a_failed_rank_lets_go(monkeypatch):
 
 
 def test_ranks_that_disagree_wait_until_the_others_have_heard(monkeypatch):
-    """The last one comes after they would have let go."""
+    """The last one comes after they have sent their last words."""
+    seconds = OfRank(NEVER, NEVER, 0.1)
+    monkeypatch.setattr(shutdown, "_MISMATCH_SECONDS", seconds)
     monkeypatch.setattr(loopback, "_CONTROL_NBYTES", 0)  # what is not taken is lost
 
     def run(t):
-        time.sleep(0.4 if t.rank == 2 else 0)
-        caller = Caller(t, timeout=5)
+        if t.rank == 2:
+            assert all(seconds.asked.acquire(timeout=60) for _ in range(2))
+        caller = Caller(t, timeout=NEVER)
         x = ramp(t.rank, 105 if t.rank == 0 else 100)
         caller.start(caller.program(len(x)), x, np.empty_like(x)).run()
 
@@ -364,14 +397,14 @@ def test_an_abort_does_not_wait_for_a_thread_that_is_held_up(monkeypatch):
 
     def run(t):
         if t.rank:
-            aborted.wait(10)
+            aborted.wait(60)
             return None
-        caller = Caller(t, timeout=20)
+        caller = Caller(t, timeout=NEVER)
         poll = t.poll
 
         def held_up(*, idle):
             inside.set()
-            assert aborted.wait(10)
+            assert aborted.wait(60)
             return poll(idle=idle)
 
         t.poll = held_up
@@ -386,10 +419,10 @@ def test_an_abort_does_not_wait_for_a_thread_that_is_held_up(monkeypatch):
 
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
-        assert inside.wait(10)
+        assert inside.wait(60)
         caller.engine.abort("enough")
         aborted.set()
-        thread.join(10)
+        thread.join(60)
         return raised
 
     assert outcomes(2, run)[0] == ["enough"]
@@ -397,7 +430,7 @@ def test_an_abort_does_not_wait_for_a_thread_that_is_held_up(monkeypatch):
 
 def test_an_interrupt_in_the_middle_reaches_the_other_ranks():
     def run(t):
-        caller = Caller(t, timeout=20)
+        caller = Caller(t, timeout=NEVER)
         x = ramp(t.rank, 100)
         execution = caller.start(caller.program(100), x, np.empty_like(x))
         if t.rank == 0:
@@ -419,7 +452,7 @@ def test_closing_waits_for_the_others_but_not_for_ever():
         return time.monotonic() - start
 
     waited, _ = outcomes(2, run)
-    assert 0.1 < waited < 5
+    assert waited > 0.1
 
 
 def test_a_closed_engine_refuses_calls():

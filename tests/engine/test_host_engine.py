@@ -204,7 +204,7 @@ def test_runs_of_one_program_wait_for_each_other():
         program = caller.program(5000, chunk_elements=512, depth=1)
         xs = [ramp(t.rank + i, 5000) for i in range(5)]
         ys = [np.empty_like(x) for x in xs]
-        assert t.rank == 0 or all_started.wait(10)
+        assert t.rank == 0 or all_started.wait(60)
         runs = [caller.start(program, x, y) for x, y in zip(xs, ys, strict=True)]
         begun = [e.begun for e in runs]
         all_started.set()
@@ -396,7 +396,7 @@ def test_a_run_that_ends_beside_bad_news_has_ended_well():
         execution = caller.start(program, x, y)
         execution.run()
         if t.rank:
-            assert waits.wait(10)
+            assert waits.wait(60)
             caller.engine.abort("rank 1 gave up: out of paper")
             return None
         with pytest.raises(PeerLost, match="out of paper"):

@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import patience
 import pytest
 
 from qccl.cuda import libraries
@@ -46,13 +47,13 @@ def test_a_run_that_is_killed_leaves_what_it_has_found(tmp_path):
     command = [str(ROOT / "scripts" / "gpu-check"), "graphs", "kernels", "-o", str(path)]
     given = {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path), "PYTHONUNBUFFERED": "", "QCCL_COMMIT": "a1"}
     with subprocess.Popen(command, env=os.environ | given, stdout=subprocess.PIPE, text=True) as process:
-        limit = threading.Timer(90, process.terminate)
+        limit = threading.Timer(90 * patience.factor(), process.terminate)
         limit.start()
         lines = [process.stdout.readline() for _ in range(2)]
         assert lines[0].startswith("graphs     passed") and "stochastic_replays_differ" in lines[1]
-        deadline = time.monotonic() + 30
+        begins = patience.Limit(30)
         while not (children := _children(process.pid)):
-            assert time.monotonic() < deadline, "the next section does not begin"
+            assert begins.left(), "the next section does not begin"
             time.sleep(0.05)
         process.terminate()
         assert process.wait(30) == 128 + 15
@@ -68,9 +69,9 @@ def _children(parent: int) -> list[int]:
 
 def _wait_for_end(child: int) -> None:
     """Also a zombie has ended; the process that inherits it may not look."""
-    deadline = time.monotonic() + 10
+    limit = patience.Limit(30)
     while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
-        assert time.monotonic() < deadline, "it goes on"
+        assert limit.left(), "it goes on"
         time.sleep(0.05)
 
 
@@ -238,7 +239,7 @@ def test_a_section_that_hangs_says_where_and_what_it_has_found(monkeypatch, tmp_
 
     (tmp_path / "sitecustomize.py").write_text(_SITE + _HANGS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("QCCL_TEST_PATIENCE", "2")
+    monkeypatch.setenv("QCCL_TEST_PATIENCE", f"{max(2, patience.factor() / 2):.1f}")
     monkeypatch.setattr(check, "SECTIONS", {"dispatch": (dict, 4.0)})
     found = check.run_apart("dispatch", tmp_path / "logs")
     assert found["status"] == "failed"

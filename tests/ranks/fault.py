@@ -16,7 +16,7 @@ from qccl.errors import CollectiveTimeout, PeerLost
 
 TIMEOUT = 2.0
 PATIENCE = 30.0  # where no rank is to reach a deadline, however slow the machine is
-FINALIZE_SECONDS = 2
+FINALIZE_SECONDS = 20 if sys.argv[1] == "late" else 2  # the late rank comes while the others wait for it
 if processes.OVER_MPI:
     from qccl.transports import mpi
 
@@ -40,10 +40,10 @@ def fail(comm: qccl.Communicator, how: str) -> None:
             while True:
                 reduce(comm, 1 << 20)
         case "late":
-            time.sleep(TIMEOUT + 1)
+            time.sleep(TIMEOUT + 3)
             reduce(comm, 1 << 20)
         case "late for a split":
-            time.sleep(TIMEOUT + 1)
+            time.sleep(TIMEOUT + 3)
             comm.split(0)
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -80,9 +80,11 @@ def fork(comm: qccl.Communicator) -> None:
 
 def main() -> None:
     how = sys.argv[1]
-    comm = qccl.init(backend="host", timeout=TIMEOUT if how.startswith(("stop", "late")) else PATIENCE)
+    comm = qccl.init(backend="host", timeout=PATIENCE)
     reduce(comm, 1000)
     processes.barrier()  # or a rank that is still in that call would hear of the failure there
+    if how.startswith(("stop", "late")):
+        comm.timeout = TIMEOUT
     if how == "stay":
         return stay(comm)
     if how == "fork":

@@ -17,7 +17,7 @@ import runpy
 import signal
 import socket
 import sys
-from contextlib import suppress
+from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -25,21 +25,33 @@ from forked_ranks import Forks
 
 _PORTS = range(20_000, 32_000, 32)
 _WORKERS = 8
+#: sockets whose names say to the other processes of tests which ports this one has found: the last of them
+_claims: deque[socket.socket] = deque()
+_MOST_CLAIMS = 16
 
 
 def free_ports(count: int) -> list[int]:
     """Ports that are free and stay so, and so are the 31 above each: qccl and torchrun add something to MASTER_PORT.
 
-    The system gives none below 32768 to the connections of other programs, and each worker of pytest-xdist has its own.
+    The system gives none below 32768 to the connections of other programs. Each worker of pytest-xdist has its own, and
+    other runs of the tests on this machine pass over them.
     """
     ports = _PORTS
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         ports = ports[int(worker.removeprefix("gw")) % _WORKERS :: _WORKERS]
     found: set[int] = set()
     while len(found) < count:
-        port = random.choice(ports)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            found.add(port)
+        port, claim = random.choice(ports), socket.socket(socket.AF_UNIX)
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                claim.bind(f"\0qccl tests' port {port}")  # the system frees this name with its socket
+        except OSError:  # somebody has this one
+            claim.close()
+            continue
+        found.add(port)
+        _claims.append(claim)
+    while len(_claims) > max(count, _MOST_CLAIMS):
+        _claims.popleft().close()
     return list(found)
 
 

@@ -35,13 +35,21 @@ def outcomes(n: int, fn: Callable[[LoopbackTransport], Any]) -> list[Any]:
         except BaseException as error:
             found[rank] = error
 
-    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(n)]
+    threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}", daemon=True) for r in range(n)]
     for thread in threads:
         thread.start()
     limit = patience.Limit(30)
     for thread in threads:
         thread.join(limit.left())
     return found
+
+
+def hear(engine: HostEngine, headers: int) -> None:
+    """Step until that many headers have come, of calls that this rank has not made."""
+    limit = patience.Limit(30)
+    while engine._loop.early < headers:
+        assert limit.left(), f"{engine._loop.early} of {headers} headers have come"
+        engine.step()
 
 
 def address(x: np.ndarray) -> int:
@@ -51,7 +59,7 @@ def address(x: np.ndarray) -> int:
 class Caller:
     """Calls two_round all-reduces on an engine, as a communicator would."""
 
-    def __init__(self, transport, timeout: float = 10.0) -> None:
+    def __init__(self, transport, timeout: float = 30.0) -> None:
         self.transport, self.timeout = transport, timeout
         self.engine = HostEngine(transport)
 
