@@ -103,7 +103,7 @@ def _probe(meeting: _Meeting, show: Callable[[str], None]) -> Probe:
     rates: list[Pair] = []
     for name, ring in (("to the next", following), ("to the previous", preceding)):
         show(f"rate of each rank's link, {name} rank")
-        received, _ = meeting.transfer(ring, seconds, None)
+        received = meeting.measure_rate(ring, seconds)
         rates += [Pair((next(a for a, b in ring if b == rank), rank), rate=received)]
     slowest = min(pair.rate or 0.0 for pair in meeting.gather(rates))
 
@@ -121,6 +121,13 @@ def _merged(found: Sequence[Pair]) -> Iterator[Pair]:
         rates = [pair.rate for pair in its if pair.rate is not None]
         packets, lost = sum(pair.packets for pair in its), sum(pair.lost for pair in its)
         yield Pair(ranks, max(trips, default=None), max(rates, default=None), packets, lost)
+
+
+def _unmeasured(rank: int, reason: str) -> EngineError:
+    return EngineError(
+        f"the network could not be measured: rank {rank}: {reason}; allow TCP between the machines of the ranks, or "
+        f"give --link, --delay and --loss instead of --measure"
+    )
 
 
 class _Meeting:
@@ -150,10 +157,7 @@ class _Meeting:
             text = str(error)
         for rank, each in enumerate(self.comm.allgather(text.encode())):
             if each:
-                raise EngineError(
-                    f"the network could not be measured: rank {rank}: {each.decode(errors='replace')}; allow TCP "
-                    f"between the machines of the ranks, or give --link, --delay and --loss instead of --measure"
-                )
+                raise _unmeasured(rank, each.decode(errors="replace"))
         return result
 
     def gather(self, own: Sequence[Pair]) -> list[Pair]:
@@ -202,6 +206,17 @@ class _Meeting:
                 return connection
             connection.close()
         raise TimeoutError("not every rank has connected in time")
+
+    def measure_rate(self, ring: Sequence[Ranks], seconds: float) -> float:
+        """Collective: the rate at which this rank received along the ring. Raises EngineError if one had none twice."""
+        missing: list[int] = []
+        for each in (seconds, _LONGEST_SECONDS):  # a process of a busy machine may not have run in the first time
+            rate, _ = self.transfer(ring, each, None)
+            found = self.comm.allgather(b"received" if rate else b"")
+            missing = [rank for rank, text in enumerate(found) if not text]
+            if not missing:
+                return rate
+        raise _unmeasured(missing[0], "hardly any bytes came from the neighbour in the ring")
 
     def transfer(self, ring: Sequence[Ranks], seconds: float, pace: float | None) -> tuple[float, Counters]:
         """Collective: send along the ring; the rate at which this rank received, and what it sent and lost."""

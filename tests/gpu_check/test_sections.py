@@ -69,6 +69,7 @@ def test_queues_on_a_fake_gpu(world, monkeypatch):
 
     begun: dict[fake_cuda.Node, float] = {}
     takes = delay = patience.factor()  # seconds
+    world.patience *= delay
     world.holds = lambda node: (
         node.what == "spin" and time.monotonic() < takes + begun.setdefault(node, time.monotonic())
     )
