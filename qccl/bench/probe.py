@@ -77,10 +77,11 @@ class Probe:
 
 
 def probe(comm: Any, congestion: str, show: Callable[[str], None]) -> Probe:
-    """Collective: measure the network between the ranks of a communicator; takes about six seconds.
+    """Collective: measure the network between the ranks of a communicator.
 
+    It takes about six seconds, and five more for a transfer that is repeated because a rank received nothing.
     ``congestion`` is the congestion control of the bulk transfers; "" is the system's. ``show`` is called with the name
-    of each phase. Raises EngineError on all ranks where one cannot be reached.
+    of each phase. Raises EngineError on all ranks where one cannot be reached, or receives nothing.
     """
     meeting = _Meeting(comm, congestion)
     try:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import fake_cuda
 import numpy as np
 import pytest
-from cuda_ranks import called, captured, one, pair, ranks, values
+from cuda_ranks import called, captured, one, pair, ranks, summed, values
 
 import qccl
 from qccl.cuda import libraries
@@ -102,10 +102,7 @@ def test_a_group_is_closed_when_a_transfer_fails(world, cupy, monkeypatch):
     """A group of NCCL that stays open would swallow what the thread calls later, on any communicator."""
 
     def run(comm):
-        x = fake_cuda.array(values(comm.rank, 5000), comm.rank)
-        comm.quantized_allreduce(x)
-        comm.check()
-        comm.barrier()
+        x = summed(comm, 5000)
         if comm.rank == 0:
             assert failed.wait(60)
             return None

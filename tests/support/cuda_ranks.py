@@ -55,6 +55,15 @@ def called(comm: qccl.Communicator) -> tuple[fake_cuda.Array, fake_cuda.Array]:
     return x, out
 
 
+def summed(comm: qccl.Communicator, count: int = 100) -> fake_cuda.Array:
+    """This rank's array after a call that has ended on all ranks."""
+    x = fake_cuda.array(values(comm.rank, count), comm.rank)
+    comm.quantized_allreduce(x)
+    comm.check()
+    comm.barrier()
+    return x
+
+
 def one(fn: Callable[[qccl.Communicator], Any], **arguments: Any) -> Any:
     [result] = ranks(1, fn, **arguments)
     if isinstance(result, Exception):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import select
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import pytest
 from meeting_ranks import reach
+from taps import Tap
 
 import qccl
 from qccl import CollectiveTimeout, PeerLost
@@ -20,52 +18,6 @@ from qccl.transports.rendezvous import Rendezvous
 from qccl.transports.secret import derive
 
 pytestmark = pytest.mark.usefixtures("one_meeting_for_all")
-
-
-class Turns:
-    """A program between the ranks and rank 0 that counts how often the direction changes in which bytes go."""
-
-    def __init__(self, port: int) -> None:
-        self.to, self.over, self.directions = ("127.0.0.1", port), False, list[list[int]]()
-        self.server = socket.create_server(("127.0.0.1", 0))
-        self.place = self.server.getsockname()
-        self.threads = [threading.Thread(target=self._accept)]
-
-    def __enter__(self) -> Turns:
-        self.threads[0].start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.over = True
-        for thread in self.threads:
-            thread.join(10)
-        self.server.close()
-
-    def _accept(self) -> None:
-        self.server.settimeout(0.02)
-        while not self.over:
-            with suppress(TimeoutError):
-                caller = self.server.accept()[0]
-                self.threads.append(threading.Thread(target=self._pass_on, args=(caller,)))
-                self.threads[-1].start()
-
-    def _pass_on(self, caller: socket.socket) -> None:
-        turns: list[int] = []
-        self.directions.append(turns)
-        with caller, suppress(OSError), socket.create_connection(self.to, timeout=60) as called:
-            while not self.over:
-                for number, side, other in ((0, caller, called), (1, called, caller)):
-                    if select.select([side], [], [], 0.005)[0]:
-                        part = side.recv(1 << 16)
-                        if not part:
-                            return
-                        if turns[-1:] != [number]:
-                            turns.append(number)
-                        other.sendall(part)
-
-    def round_trips(self) -> list[float]:
-        """Of each connection: one to connect, and half of one for each time that the direction changes."""
-        return [1 + len(turns) / 2 for turns in self.directions]
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -85,7 +37,7 @@ def test_round_trips_of_a_meeting(size, key, port, patient_host):
             return found
 
     met, counted = threading.Barrier(size), list[float]()
-    with Turns(port) as relay, ThreadPoolExecutor(size) as pool:
+    with Tap(("127.0.0.1", port)) as relay, ThreadPoolExecutor(size) as pool:
         found = [pool.submit(run, 0)]
         reach(port).close()
         found += [pool.submit(run, rank) for rank in range(1, size)]
@@ -106,7 +58,7 @@ def test_round_trips_of_the_meeting_of_init(backend, port, patient_host):
     def run(rank: int, to: int) -> None:
         qccl.init(backend, 60.0, rank=rank, size=2, address=f"127.0.0.1:{to}", transport="wan").close()
 
-    with Turns(port) as relay, ThreadPoolExecutor(2) as pool:
+    with Tap(("127.0.0.1", port)) as relay, ThreadPoolExecutor(2) as pool:
         first = pool.submit(run, 0, port)
         reach(port).close()
         run(1, relay.place[1])

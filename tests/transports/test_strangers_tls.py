@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import select
 import socket
 import threading
 import time
@@ -18,6 +17,7 @@ from clocks import Clock
 from meeting_ranks import gather, hello, reach
 from membership_groups import Group, give_secret, one_group, silent
 from strangers import PAYLOADS, connected, message
+from taps import Tap
 
 from qccl import CollectiveTimeout, EngineError, _host
 from qccl.transports import channel, meeting_messages, membership_callers, regroup, tls
@@ -76,58 +76,17 @@ def client_hello(key: bytes) -> bytes:
     return found
 
 
-class Tap:
-    """A program between two sockets that passes on all bytes, and keeps them."""
-
-    def __init__(self, to: Place) -> None:
-        self.to, self.said, self.over = to, (bytearray(), bytearray()), False
-        self.server = socket.create_server(("127.0.0.1", 0))
-        self.port = self.server.getsockname()[1]
-        self.threads: list[threading.Thread] = []
-
-    def __enter__(self) -> Tap:
-        self._run(self._accept)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.over = True
-        for thread in self.threads:
-            thread.join(10)
-        self.server.close()
-
-    def _run(self, work: Callable, *arguments: object) -> None:
-        self.threads.append(threading.Thread(target=work, args=arguments))
-        self.threads[-1].start()
-
-    def _accept(self) -> None:
-        self.server.settimeout(0.05)
-        while not self.over:
-            with suppress(OSError):
-                self._run(self._pass_on, self.server.accept()[0])
-
-    def _pass_on(self, caller: socket.socket) -> None:
-        with caller, suppress(OSError), socket.create_connection(self.to, timeout=60) as called:
-            while not self.over:
-                for side, other, said in ((caller, called, self.said[0]), (called, caller, self.said[1])):
-                    if select.select([side], [], [], 0.005)[0]:
-                        part = side.recv(1 << 16)
-                        if not part:
-                            return
-                        said += part
-                        other.sendall(part)
-
-
 # -- the meeting -------------------------------------------------------------------------------------------------------
 
 
-def captured(port: int, key: bytes | None) -> tuple[bytearray, bytearray]:
+def captured(port: int, key: bytes | None) -> tuple[bytes, bytes]:
     """What goes over the network in a meeting."""
     with meeting(port) as start, Tap(("127.0.0.1", port)) as tap:
         found = [start(0, key)]
         reach(port).close()
-        found += [start(rank, key, tap.port) for rank in (1, 2)]
+        found += [start(rank, key, tap.place[1]) for rank in (1, 2)]
         assert [each.result(60) for each in found] == [NOTES] * 3
-    return tap.said
+    return tap.said(0), tap.said(1)
 
 
 def test_who_reads_a_meeting_with_a_token_reads_no_note(port):
@@ -400,11 +359,11 @@ def test_what_ranks_say_to_each_other_cannot_be_read():
     """A rank calls another one through a program that keeps all bytes."""
     with Group(2) as group, Tap(at(group.ranks[0])) as tap:
         group.ranks[1].latest = Decision(
-            0, (group.ranks[0].member(b"first")._replace(port=tap.port), group.ranks[1].member(b"first")), 0
+            0, (group.ranks[0].member(b"first")._replace(port=tap.place[1]), group.ranks[1].member(b"first")), 0
         )
         found = group.agree(0, 1)
         assert all(isinstance(each, Decision) for each in found), found
-    for said in tap.said:
+    for said in (tap.said(0), tap.said(1)):
         assert said[:1] == membership_callers._HANDSHAKE
         assert not any(text in said for text in (b"nonce", b"kind", group.ranks[0].id.encode(), channel._MAGIC))
 
