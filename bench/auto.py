@@ -22,8 +22,8 @@ import click
 from matplotlib.figure import Figure
 from runs import begun, measured_on, rewrite_table, run_ranks, store, table, todays
 
-from qccl.bench.network_options import NetworkOptions
-from qccl.bench.sizes import format_size
+from qccl.bench.network import NetworkOptions
+from qccl.bench.params import format_size
 from qccl.scalars import parse_seconds
 
 _ROOT = Path(__file__).parent.parent

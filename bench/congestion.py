@@ -22,8 +22,8 @@ import click
 from runs import document_table, machine, print_table, rewrite_table, run_ranks, store, todays
 
 from qccl import codecs
-from qccl.bench.network_options import NetworkOptions
-from qccl.bench.sizes import parse_link, parse_loss, parse_size
+from qccl.bench.network import NetworkOptions
+from qccl.bench.params import parse_link, parse_loss, parse_size
 from qccl.scalars import parse_seconds
 
 _SCRIPT = str(Path(__file__).parent / "congestion_rank.py")
@@ -73,9 +73,8 @@ def _measure(given: dict[str, Any], loss: str, transport: str, tcp: str) -> dict
     task |= {"transport": transport, "count": parse_size(given["size"]) // 4, "nbytes": _nbytes(given), "tcp": tcp}
     network = {"link": given["link"], "delay": parse_seconds(given["delay"]), "loss": parse_loss(loss), "tcp": tcp}
     runs, ranks = [], given["ranks"]
-    for seed in range(given["rounds"]):
-        lab = NetworkOptions(**network, seed=seed).lab(ranks)
-        assert lab is not None
+    for _ in range(given["rounds"]):
+        lab = NetworkOptions(**network).lab(ranks)
         (row,) = run_ranks(_SCRIPT, ranks, task, "ucx" if transport == SOCKETS else transport, lab, plain=None)
         runs.append(row["seconds"])
     medians = [statistics.median(each) for each in runs]

@@ -97,7 +97,7 @@ def _steps(given: dict[str, Any], ways: list[tuple[int, str, str]]) -> Iterator[
         network, (period, kind, codec) = network_of(link), way
         task = {"measure": "step", "way": way, "delay": given["delay"], "link": link, "compute": seconds}
         task["shapes"] = [shape for shape, _ in reversed(compute["ready"])]
-        transport = "wan" if network.is_forwarded else "ucx"
+        transport = "wan" if network.is_far else "ucx"
         (row,) = run_ranks(__file__, _RANKS, task, transport, network.lab(_RANKS), None)
         ratios = [own / other for own, other in zip(row["blocks"], row["alone"], strict=True)]
         print(f"{link}, {way}: {statistics.median(ratios):.3f}", file=sys.stderr, flush=True)

@@ -22,18 +22,17 @@ from typing import Any
 import click
 from runs import begun, measured_on, report, rewrite_table, run_ranks, start_script, store, table, todays
 
-from qccl.bench.costs import FP16, FP32, POWERSGD, cost_of
 from qccl.bench.lab import Lab
-from qccl.bench.params import codec_of
-from qccl.bench.sizes import parse_link
+from qccl.bench.params import codec_of, parse_link
+from qccl.bench.speed import Speed
+from qccl.bench.steps import FP16, FP32, Step, cost_of
 from qccl.bench.tcp import congestion_control
-from qccl.costs.profile import Gradient, Profile
-from qccl.costs.step import Speed, Step
+from qccl.bench.training import Computation, Gradient
 
 MODELS = "byte_model,word_gpt,conv_net"
-METHODS = f"{FP32},{FP16},{POWERSGD}4,minmax8,minmax4+ef,minmax2:bucket=256+ef,trellis2+ef,onebit:reconstruct=mean+ef"
-#: megabytes of DDP's buckets; PowerSGD's reductions would block each other in several
-BUCKET_MB, ONE_BUCKET_MB = 0.5, 1000.0
+METHODS = f"{FP32},{FP16},minmax8,minmax4+ef,minmax2:bucket=256+ef,trellis2+ef,onebit:reconstruct=mean+ef"
+#: megabytes of DDP's buckets
+BUCKET_MB = 0.5
 #: steps before those that are timed; of these at least and at most so many, for about so many seconds
 _WARM, _LEAST, _MOST, _SECONDS = 4, 6, 60, 2.0
 #: TCP's congestion control: Linux's default. bbr loses some milliseconds a step on links without delay
@@ -98,17 +97,16 @@ def _run(ranks: int, task: dict[str, Any], link: str | None) -> list[dict[str, A
 def predicted(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The rows with the doctor's prediction and its relative error."""
     speeds = {method: Speed(**speed) for method, speed in document["speeds"].items()}
-    for row in document["rows"]:
-        profile = _profile(document[f"profile of {row['model']}"])
-        step = Step(profile, row["ranks"], parse_link(row["link"]).rate, document["machine"]["cores"] / row["ranks"])
-        seconds = cost_of(step, row["method"], speeds.get(row["method"])).overlapped
+    for row in (each for each in document["rows"] if each["method"] in speeds):  # older files have PowerSGD, too
+        own = _computation(document[f"profile of {row['model']}"])
+        step = Step(own, row["ranks"], parse_link(row["link"]).rate, document["machine"]["cores"] / row["ranks"])
+        seconds = cost_of(step, row["method"], speeds[row["method"]]).overlapped
         yield row | {"predicted": seconds, "error": seconds / row["seconds"] - 1}
 
 
-def _profile(found: dict[str, Any]) -> Profile:
+def _computation(found: dict[str, Any]) -> Computation:
     gradients = tuple(Gradient(tuple(g["shape"]), g["ready"], g["bucket"]) for g in found["gradients"])
-    powersgd = {int(rank): seconds for rank, seconds in found["powersgd"].items()}
-    return Profile(gradients, found["forward"], found["backward"], found["optimiser"], powersgd, is_measured=True)
+    return Computation(gradients, found["forward"], found["backward"], found["optimiser"], is_measured=True)
 
 
 def summary(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -143,26 +141,25 @@ def rank(task: dict[str, Any]) -> None:
         gc.collect()  # DistributedDataParallel holds the group, whose threads must end before the interpreter
         dist.destroy_process_group()
         return
-    what = _speeds(task["methods"]) if task["measure"] == "speeds" else _alone(task["model"], task["methods"])
+    what = _speeds(task["methods"]) if task["measure"] == "speeds" else _alone(task["model"])
     report([{"found": what}])
 
 
 def _speeds(methods: list[str]) -> dict[str, dict[str, float]]:
-    from qccl.bench.doctor import measure_speed
+    from qccl.bench.speed import measure_speed
 
-    return {each: vars(measure_speed(codec_of(each), _TIMED)) for each in methods if not each.startswith(POWERSGD)}
+    return {each: vars(measure_speed(codec_of(each), _TIMED)) for each in methods}
 
 
-def _alone(model: str, methods: list[str]) -> dict[str, Any]:
-    """The profile of a model."""
+def _alone(model: str) -> dict[str, Any]:
+    """The computation of a step of a model."""
     from dataclasses import asdict
 
     from doctor_models import MODELS as makers
 
-    from qccl.bench.profile import measured
+    from qccl.bench.training import measured
 
-    ranks = [int(each.removeprefix(POWERSGD)) for each in methods if each.startswith(POWERSGD)]
-    return asdict(measured(*makers[model](), BUCKET_MB, ranks, 1))
+    return asdict(measured(*makers[model](), BUCKET_MB, 1))
 
 
 def _step(name: str, method: str) -> float:
@@ -197,21 +194,15 @@ def _step(name: str, method: str) -> float:
 @contextlib.contextmanager
 def _reduced_by(module: Any, method: str) -> Iterator[None]:
     """Inside, the module is in DistributedDataParallel, and its gradients go by ``method``."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.nn.parallel import DistributedDataParallel
 
     import qccl.torch
-    from qccl.bench.profile import forwarded
+    from qccl.bench.training import forwarded
 
-    is_powersgd = method.startswith(POWERSGD)
-    cap = ONE_BUCKET_MB if is_powersgd else BUCKET_MB
-    wrapped = DistributedDataParallel(module, bucket_cap_mb=cap, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
     with contextlib.ExitStack() as stack:
-        if is_powersgd:
-            rank = int(method.removeprefix(POWERSGD))
-            state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2)
-            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif method == FP16:
+        if method == FP16:
             wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif method != FP32:
             stack.enter_context(qccl.torch.compress(wrapped, method))

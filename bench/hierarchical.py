@@ -28,7 +28,7 @@ import qccl
 from qccl.bench.bulk import Bulk
 from qccl.bench.calls import Wiring
 from qccl.bench.lab import Lab, shaped_nbytes
-from qccl.bench.sizes import parse_link, parse_size
+from qccl.bench.params import parse_link, parse_size
 from qccl.collectives.hierarchical import LAYOUTS
 
 _RANKS, _NODES = 4, 2

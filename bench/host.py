@@ -26,8 +26,8 @@ import qccl
 from qccl.bench.bulk import Bulk
 from qccl.bench.calls import Wiring
 from qccl.bench.lab import Lab, shaped_nbytes
+from qccl.bench.params import format_size, parse_link, parse_size
 from qccl.bench.plain import load_mpi, plain_allreduce
-from qccl.bench.sizes import format_size, parse_link, parse_size
 
 __all__ = ["cpu_seconds", "medians", "plain", "spread", "turns"]
 

@@ -7,7 +7,7 @@ as long as forward pass, backward pass and optimiser take one rank alone on this
 its parameters. FSDP2 gathers, reduces and frees parameters of the model's shapes, and the codecs run; four ranks share
 the cores for that. The time of a step without a link, in shared memory, shows how long it takes.
 
-``--write docs/howto/pytorch.md`` replaces that page's table.
+``--write docs/howto/pytorch-fsdp.md`` replaces that page's table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import click
 from runs import document_table, machine, print_table, report, rewrite_table, run_ranks, start_script
 
 from qccl.bench.lab import Lab, shaped_nbytes
-from qccl.bench.sizes import parse_link
+from qccl.bench.params import parse_link
 
 _EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 _RANKS, _NODES = 4, 2

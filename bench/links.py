@@ -75,9 +75,9 @@ def _cells(result: dict[str, Any]) -> Iterator[str]:
     yield f"{side['speedup']:.2f}, {in_place['speedup']:.2f}"
     yield f"{side['time'] / 1e3:.1f}, {in_place['time'] / 1e3:.1f}"
     yield f"{side['plain_time'] / 1e3:.1f}, {in_place['plain_time'] / 1e3:.1f}"
-    yield f"{result['floor'] / 1e3:.1f}" if "floor" in result else ""
-    yield "" if share is None else f"{share:.1%}"
-    yield f"{side['bulk_share']:.1%}" if "bulk_share" in side else ""
+    yield f"{result['floor'] / 1e3:.1f}" if "floor" in result else "no link"
+    yield f"{share:.1%}" if share is not None else "not known" if "floor" in result else "no link"
+    yield f"{side['bulk_share']:.1%}" if "bulk_share" in side else "no link"
     yield f"{max((max(each) - min(each)) / statistics.median(each) for each in rounds):.0%}"
     yield f"{side['relative_l2_error']:.1e}"
 

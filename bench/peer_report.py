@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from runs import measured_on, table
 
-from qccl.bench.sizes import format_size, parse_rate
+from qccl.bench.params import format_size, parse_rate
 
 __all__ = ["comparisons", "draw", "report"]
 
@@ -102,7 +102,7 @@ def _ends(document: Document) -> Iterator[str]:
     rows = []
     for end in document["ends"]:
         what = _ENDS.get(end["outcome"], end["outcome"]).format(**end)
-        said = next((text for text in end.get("says", ()) if text), "")
+        said = next((text for text in end.get("says", ()) if text), "none")
         rows.append((end["system"], what, said[:160].replace("|", "/")))
     return table(("system", "what the others do", "error"), rows)
 

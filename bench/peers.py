@@ -31,7 +31,7 @@ import click
 from peer_report import draw, report
 from runs import begun, rewrite_table, store, todays
 
-from qccl.bench.sizes import parse_rate, parse_size
+from qccl.bench.params import parse_rate, parse_size
 from qccl.bench.start import free_port
 from qccl.scalars import parse_seconds
 

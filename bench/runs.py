@@ -21,7 +21,7 @@ import qccl
 from qccl.bench import start
 from qccl.bench.lab import Lab
 from qccl.bench.mpiexec import find_mpiexec
-from qccl.bench.sizes import parse_link
+from qccl.bench.params import parse_link
 from qccl.bench.tcp import congestion_control
 from qccl.codecs.operations import instruction_set
 
@@ -43,8 +43,8 @@ __all__ = [
     *("run_undisturbed", "save", "start_script", "store", "table", "todays"),
 ]
 
-#: begins the line in which rank 0 prints the results
-_MARK = "result "
+#: the environment variable with the file for rank 0's results
+_ROWS = "BENCH_ROWS"
 #: CPU share that other programs may have in an undisturbed run
 _QUIET = 0.05
 _RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -66,6 +66,10 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a Markdown table."""
     for line in table(head, rows):
         print(line, flush=True)
+
+
+#: in a cell of a table, in place of an empty one, which may mean several things
+NOT_MEASURED = "not measured"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
@@ -102,26 +106,19 @@ def rewrite_table(page: str, command: str, text: str) -> None:
 def run_ranks(
     script: str, ranks: int, task: dict[str, Any], transport: str, lab: Lab | None, plain: str | None = "mpi"
 ) -> list[dict[str, Any]]:
-    """Start ``script TASK`` on ``ranks`` ranks (in ``lab``); returns the rows that rank 0 prints, each with the task.
+    """Start ``script TASK`` on ``ranks`` ranks (in ``lab``); returns the rows that rank 0 reports, each with the task.
 
     mpiexec starts them, so that they can measure MPI's all-reduce, too, whichever ``transport`` is set in their
     environment; with ``plain`` None only those over MPI.
     """
-    found: list[dict[str, Any]] = []
-
-    def on_line(line: str) -> None:
-        if line.startswith(_MARK):
-            found.extend(task | row for row in json.loads(line.removeprefix(_MARK)))
-        else:
-            print(line, file=sys.stderr)
-
     command, way = [sys.executable, script, json.dumps(task)], start.choose_way(transport, plain=plain)
-    given: dict[str, Any] = {"smallest": 4 * task.get("count", 0), "silence": 600, "on_line": on_line}
-    with lab or contextlib.nullcontext():
-        status = start.run_ranks(ranks, command, way=way, lab=lab, **given)
-    if status or not found:
-        raise SystemExit(f"the ranks failed with status {status}")
-    return found
+    with tempfile.TemporaryDirectory() as folder, lab or contextlib.nullcontext():
+        path = Path(folder) / "rows.json"
+        os.environ[_ROWS] = str(path)
+        status = start.run_ranks(ranks, command, way=way, lab=lab, smallest=4 * task.get("count", 0), stdout=sys.stderr)
+        if status or not path.exists():
+            raise SystemExit(f"the ranks failed with status {status}")
+        return [task | row for row in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def start_script(main: Callable[[], object], rank: Callable[[dict[str, Any]], object]) -> None:
@@ -134,7 +131,7 @@ def start_script(main: Callable[[], object], rank: Callable[[dict[str, Any]], ob
 
 def report(rows: Sequence[dict[str, Any]]) -> None:
     """On rank 0: hand over rows of results, which run_ranks() returns."""
-    print(_MARK + json.dumps(rows), flush=True)
+    Path(os.environ[_ROWS]).write_text(json.dumps(rows), encoding="utf-8")
 
 
 def run_undisturbed(run: Callable[[], list[dict[str, Any]]], until: float) -> list[dict[str, Any]]:

@@ -6,8 +6,8 @@ to the calls on 2 ranks alone, and then it computes all others. The 2 ranks also
 otherwise nothing tells what a processor does from what it waits for. With ``--resume`` it measures what today's file
 lacks.
 
-``--save`` writes docs/results/simulate-<date>.json after each group of ranks; its profile is one for
-``qccl-bench simulate --profile``. ``--write docs/results-collectives.md`` replaces that page's table.
+``--save`` writes docs/results/simulate-<date>.json after each group of ranks, with the constants. ``--write
+docs/results-collectives.md`` replaces that page's table.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from runs import allreduce, begun, measured_on, rewrite_table, store, table, tod
 
 from qccl import dtypes
 from qccl.bench.calls import Case
-from qccl.bench.doctor import measure_speed
-from qccl.bench.params import codec_of
-from qccl.bench.simulated import Constants, Machines, Profile, simulated
-from qccl.bench.sizes import format_size, parse_link, parse_rate
+from qccl.bench.params import codec_of, format_size, parse_link
+from qccl.bench.simulated import Constants, Machines, Processor, simulated
+from qccl.bench.speed import measure_speed
 from qccl.scalars import parse_seconds
 
 #: links with their delays
@@ -116,36 +115,36 @@ def _timed(ranks: int, network: str, codecs: list[str], cores: int) -> list[dict
 
 
 def computed(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows with what the simulator computes, and its relative error; the document gets the profile."""
+    """The rows with what the simulator computes, and its relative error; the document gets the constants."""
     speeds = document["speeds"]
     fitted = [row for row in document["rows"] if row["ranks"] == FITTED_RANKS]
 
     def seconds(row: dict[str, Any], constants: Constants) -> float:
-        profile = Profile(constants, {codec: (encode, decode) for codec, (encode, decode) in speeds.items()})
-        return call_seconds(row, profile)
+        processor = Processor(constants, {codec: (encode, decode) for codec, (encode, decode) in speeds.items()})
+        return call_seconds(row, processor)
 
     def error(constants: Constants) -> float:
         return statistics.mean(abs(math.log(seconds(row, constants) / row["seconds"])) for row in fitted)
 
     constants = fit(Constants(), error)
-    document["profile"] = {"constants": asdict(constants), "speeds": speeds}
+    document["constants"] = asdict(constants)
     found = [row | {"computed": seconds(row, constants)} for row in document["rows"]]
     return [row | {"error": row["computed"] / row["seconds"] - 1} for row in found]
 
 
-def call_seconds(row: dict[str, Any], profile: Profile) -> float:
+def call_seconds(row: dict[str, Any], processor: Processor) -> float:
     """The time of a row's call as the simulator computes it, on ranks that share the row's processors.
 
     The lab's limiter lets a burst pass a link that was idle. But calls follow each other, so the bytes of one take
     their time at the link's rate at least.
     """
     link, _, delay = row["network"].partition(" ")
-    rate = parse_rate(link) if delay else parse_link(link)  # with a delay the lab has a forwarder, without bursts
+    rate = parse_link(link)
     share, seconds = min(1.0, row["cores"] / row["ranks"]), parse_seconds(delay) if delay else 0.0
     machines = Machines(row["ranks"], rate, intra=5e9, delay=seconds, processors=share)
     case = Case(row["size"] // 4, dtypes.FLOAT32, "sum")
-    call = simulated(case, codec_of(row["codec"]), "auto", None, machines, profile)
-    return max(call.timeline.total, call.wire_nbytes * profile.constants.headers / rate.rate)
+    call = simulated(case, codec_of(row["codec"]), "auto", None, machines, processor)
+    return max(call.timeline.total, call.wire_nbytes * processor.constants.headers / rate.rate)
 
 
 def fit(constants: Constants, error: Callable[[Constants], float]) -> Constants:

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 import numpy as np
-from runs import document_table, machine, print_table, report, rewrite_table, run_ranks, start_script
+from runs import NOT_MEASURED, document_table, machine, print_table, report, rewrite_table, run_ranks, start_script
 
 import qccl
 
@@ -38,9 +38,9 @@ def main(write: str | None) -> None:
 
 def _cells(found: dict[str, list[float]], kind: str) -> list[str]:
     if kind not in found:
-        return ["", "", ""]
+        return [NOT_MEASURED] * 3
     own, first = statistics.median(found[kind]), statistics.median(found["all-reduce"])
-    ratio = "" if kind.startswith(str(_MANY)) else f"{own / first:.2f}"
+    ratio = "not compared" if kind.startswith(str(_MANY)) else f"{own / first:.2f}"
     return [f"{min(found[kind]):.1f} us", f"{own:.1f} us", ratio]
 
 

@@ -1,9 +1,8 @@
 """Time to the same quality behind slow links: ``python bench/train_slow_link.py`` (takes hours; needs root).
 
 It trains a model of docs/examples on 4 ranks, with PyTorch's DistributedDataParallel, its own hooks (fp16, PowerSGD),
-qccl's codecs, its low-rank compression ("low_rank:4:minmax8+ef": rank 4, and the codec of the factors), DiLoCo
-("diloco:period=8,fragments=2,delay=3:trellis2+ef": its arguments, and the codec of the outer steps), SparseLoCo
-("sparseloco:period=15") and DeMo ("demo:lr=0.001,values=exp4").
+qccl's codecs, its low-rank compression ("low_rank:4:minmax8+ef": rank 4, and the codec of the factors), and DiLoCo
+("diloco:period=8,fragments=2,delay=3:trellis2+ef": its arguments, and the codec of the outer steps).
 ``--model`` says which: word_gpt, a word-level GPT with AdamW, or byte_model, a byte-level model with SGD. The batch,
 schedule, learning rate and the number of steps are the model's, and the same for all methods, but for "rates".
 Sections:
@@ -50,7 +49,7 @@ from typing import Any
 import click
 import training_report
 from runs import cpu, machine, rewrite_table, run_ranks, run_undisturbed
-from without_ddp import is_local, is_without_ddp
+from without_ddp import is_local
 
 from qccl.bench.params import split_codecs
 
@@ -217,12 +216,9 @@ def _step(ranks: int, method: str, link: str | None, compute: dict[str, Any], un
     found = _run(ranks, {"measure": "step", "method": method, "compute": compute, "link": link}, link, until)
     del found["compute"]
     network = training_report.network_of(link) if link else None
-    rate, delay = (network.slowest.rate, network.delay or 0.0) if network and network.slowest else (math.inf, 0.0)
-    computation = training_report.computation({"compute": compute})
+    rate, delay = (network.rate.rate, network.delay or 0.0) if network and network.rate else (math.inf, 0.0)
     if is_local(method):  # outer steps may overlap the local ones
-        found["limit"] = max(computation, found["nbytes"] / rate)
-    elif is_without_ddp(method):
-        found["limit"] = computation + found["nbytes"] / rate + delay
+        found["limit"] = max(training_report.computation({"compute": compute}), found["nbytes"] / rate)
     else:
         found["limit"] = limit(compute, found["nbytes"], rate, delay)
     return found
@@ -250,7 +246,7 @@ def _run(ranks: int, task: dict[str, Any], link: str | None = None, until: float
 
     def run() -> list[dict[str, Any]]:
         network = training_report.network_of(link) if link else None
-        transport = "wan" if network and network.is_forwarded else "ucx"
+        transport = "wan" if network and network.is_far else "ucx"
         return run_ranks(_SCRIPT, ranks, task, transport, network.lab(ranks) if network else None, plain=None)
 
     (row,) = run_undisturbed(run, until)

@@ -1,7 +1,7 @@
 """One rank of bench/train_slow_link.py, which starts this script: ``python bench/training_rank.py TASK``.
 
 A method is "fp32", "fp16", "powersgd:RANK" (PyTorch's own), a codec of qccl, "low_rank:RANK:CODEC", which is
-``compress(low_rank=RANK, codec=CODEC)``, or one of without_ddp.py, such as "diloco:OPTIONS:CODEC".
+``compress(low_rank=RANK, codec=CODEC)``, or "diloco:OPTIONS:CODEC" (without_ddp.py).
 "CODEC@25" sends the first 25 steps as they are: ``compress(warmup_steps=25)``. A codec with "+nesterov" replaces the
 momentum of the recipe's optimiser.
 """
@@ -21,10 +21,10 @@ from typing import Any
 
 from runs import report
 from training_report import computation, network_of
-from without_ddp import changed, is_without_ddp, recipe_with, step_of
+from without_ddp import changed, is_local, local_recipe, outer_of, step_of
 
 import qccl
-from qccl.bench.lab import sent_nbytes, shaped_nbytes
+from qccl.bench.lab import shaped_nbytes
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 #: megabytes of DDP's buckets, as in docs/examples/ddp.py, and PyTorch's default. gloo's ring waits for six delays in
@@ -65,7 +65,7 @@ def _wrapped(module: Any, method: str, link: str | None = None) -> Any:
         state = powerSGD_hook.PowerSGDState(None, int(parameter), start_powerSGD_iter=10)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return model
-    is_far = name in ("fp32", "fp16") and link is not None and network_of(link).is_forwarded
+    is_far = name in ("fp32", "fp16") and link is not None and network_of(link).is_far
     size = FAR_BUCKET_MB if is_far else BUCKET_MB
     model = DistributedDataParallel(module, bucket_cap_mb=size, gradient_as_bucket_view=True)
     if name == "fp16":
@@ -93,8 +93,9 @@ def _measure_curve(task: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(task["seed"])
     model, number = recipe.make_model(), dist.get_rank()
     finish = None
-    if is_without_ddp(task["method"]):
-        recipe, finish = recipe_with(recipe, qccl.Communicator.from_torch(), model, task["method"])
+    if is_local(task["method"]):
+        outer = outer_of(qccl.Communicator.from_torch(), list(model.parameters()), task["method"])
+        recipe, finish = local_recipe(recipe, outer), outer.finish
     else:
         model = _wrapped(model, task["method"])
     if "+nesterov" in task["method"]:
@@ -204,7 +205,7 @@ def _step_of(task: dict[str, Any]) -> tuple[Callable[[], None], int]:
     import torch.distributed as dist
 
     compute = task["compute"]
-    if is_without_ddp(task["method"]):
+    if is_local(task["method"]):
         shapes = [shape for shape, _ in reversed(compute["ready"])]
         return step_of(qccl.Communicator.from_torch(), shapes, task["method"], computation(task), dist.get_rank())
     model = _wrapped(_replay(compute["ready"]), task["method"], task["link"])
@@ -220,9 +221,7 @@ def _step_of(task: dict[str, Any]) -> tuple[Callable[[], None], int]:
 
 def sent_nbytes_behind(link: str | None) -> int:
     """The bytes that this rank has sent through the lab; 0 without a link."""
-    if link is None:
-        return 0
-    return sent_nbytes() if network_of(link).is_forwarded else shaped_nbytes()
+    return 0 if link is None else shaped_nbytes()
 
 
 def _replay(ready: list[tuple[list[int], float]]) -> Any:

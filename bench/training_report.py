@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from runs import measured_on, table
+from runs import NOT_MEASURED, measured_on, table
 
-from qccl.bench.network_options import NetworkOptions
-from qccl.bench.sizes import parse_link, parse_loss
+from qccl.bench.network import NetworkOptions
+from qccl.bench.params import parse_link, parse_loss
 from qccl.scalars import parse_seconds
 
 __all__ = ["FIRST", "LONG", "OURS", "THEIRS", "TUNED", "computation", "draw", "headline", "network_of", "paragraphs"]
@@ -32,18 +32,20 @@ OURS = (
     *("topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef+nesterov", "topk:k=0.01+ef"),
     *("onebit:reconstruct=mean+ef", "low_rank:4:minmax8+ef", "low_rank:32:minmax4+ef"),
     *(f"diloco:period={period},outer_lr=1,momentum=0:trellis2+ef" for period in (4, 8)),
-    *("sparseloco:period=15", "demo:lr=0.002,values=exp4"),
 )
+#: methods that an earlier version measured: SparseLoCo and DeMo are in docs/examples now
+EARLIER = ("sparseloco:period=15", "demo:lr=0.002,values=exp4")
 #: the methods with several learning rates, and those of the long trainings
 TUNED = (
     *("fp32", "powersgd:4", "minmax2:bucket=256+ef", "trellis2+ef"),
     *("topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef", "onebit:reconstruct=mean+ef"),
     *("low_rank:4:minmax8+ef", "diloco:period=4,outer_lr=1,momentum=0:trellis2+ef"),
-    *("sparseloco:period=15", "demo:lr=0.001,values=exp4"),
 )
-LONG = ("fp32", "sparseloco:period=15", *(f"diloco:period={period}:trellis2+ef" for period in (15, 30, 100)))
+LONG = ("fp32", *(f"diloco:period={period}:trellis2+ef" for period in (15, 30, 100)))
 #: the rows of README.md's table: the methods that most readers would compare first
 FIRST = ("fp16", "powersgd:4", "minmax8", "minmax4+ef", "minmax2:bucket=256+ef")
+#: in place of steps or seconds to the target
+_NOT_REACHED = "not reached"
 #: the last row of the headline
 BOUND = "upper bound, (c + n) / c"
 ACCURACY = ("method", "{} at the end", "more than fp32", "steps to the target", "MB a step")
@@ -124,14 +126,14 @@ def headline(documents: Sequence[Document], methods: Collection[str] = (), has_d
         columns.append({**_speed_up(document, link), BOUND: f"{_ceiling(document, link):.1f}"})
     keys = sorted(dict.fromkeys(key for column in columns for key in column), key=_place)
     shown = [key for key in keys if not methods or key in (*methods, BOUND)]
-    rows = [(_titled(key), *(column.get(key, "") for column in columns)) for key in shown]
+    rows = [(_titled(key), *(column.get(key, NOT_MEASURED) for column in columns)) for key in shown]
     return text + "\n\n" + "\n".join(table(head, rows))
 
 
 def _headline_link(documents: Sequence[Document], has_delay: bool) -> str | None:
     """The first link that all documents have, with or without a delay."""
     common = [link for link in _links(documents[0]) if all(link in _links(document) for document in documents)]
-    return next((link for link in common if network_of(link).is_forwarded == has_delay), None)
+    return next((link for link in common if network_of(link).is_far == has_delay), None)
 
 
 def _links(document: Document) -> list[str]:
@@ -161,7 +163,7 @@ def _in_order(document: Document) -> Document:
 
 def _place(method: str) -> tuple[int, str]:
     """The order of the methods; others follow."""
-    order, name = (*THEIRS, *OURS), method.partition("@")[0]
+    order, name = (*THEIRS, *OURS, *EARLIER), method.partition("@")[0]
     return (len(order) + 1 if method == BOUND else order.index(name) if name in order else len(order), method)
 
 
@@ -206,7 +208,7 @@ def _speed_up(document: Document, link: str) -> dict[str, str]:
     rows = {row["method"]: row for row in _behind_links(document) if row["link"] == link}
     found = {method: _seconds_to_target(document, row) for method, row in rows.items() if _steps(document, method)}
     first = found["fp32"]
-    return {method: f"{first / own:.1f}" if first and own else "not reached" for method, own in found.items()}
+    return {method: f"{first / own:.1f}" if first and own else _NOT_REACHED for method, own in found.items()}
 
 
 def _titled(method: str) -> str:
@@ -219,9 +221,9 @@ def _titled(method: str) -> str:
         case "diloco":
             return f"`{codec}`, `DiLoCo({options.replace(',', ', ')})`"
         case "sparseloco":
-            return f"`DiLoCo.sparseloco({options})`"
+            return f"SparseLoCo, `{options}`"
         case "demo":
-            return f"`DeMo({options.replace(',', ', ')})`"
+            return f"DeMo, `{options.replace(',', ', ')}`"
     if method == BOUND:
         return method
     return f"{method} (PyTorch)" if method in THEIRS else f"`{method}`"
@@ -256,9 +258,9 @@ def _accuracy(document: Document) -> Iterator[tuple[str, ...]]:
         yield (
             method,
             _spread(bits.values(), ""),
-            "" if method == "fp32" else _spread(more, "+"),
-            f"{statistics.median(known):.0f} ({len(known)} of {len(steps)} seeds)" if known else "not reached",
-            f"{sent[method]:.2f}" if method in sent else "",
+            _spread(more, "+") if more else NOT_MEASURED,
+            f"{statistics.median(known):.0f} ({len(known)} of {len(steps)} seeds)" if known else _NOT_REACHED,
+            f"{sent[method]:.2f}" if method in sent else NOT_MEASURED,
         )
 
 
@@ -277,8 +279,8 @@ def _rates(document: Document) -> list[str]:
         (
             (
                 method,
-                *(f"{found[factor]:.3f}" if factor in found else "" for factor in factors),
-                f"{min(found.values()) - best:+.3f}" if method != "fp32" else "",
+                *(f"{found[factor]:.3f}" if factor in found else NOT_MEASURED for factor in factors),
+                f"{min(found.values()) - best:+.3f}",
             )
             for method, found in tuned.items()
         ),
@@ -299,7 +301,7 @@ def _long(document: Document) -> list[str]:
             (
                 method,
                 *(f"{curve[step]:.3f}" for step in after),
-                f"{curve[steps] - end:+.3f}" if method != "fp32" else "",
+                f"{curve[steps] - end:+.3f}",
             )
             for method, curve in found
         ),
@@ -336,8 +338,8 @@ def _times(document: Document) -> Iterator[tuple[str, ...]]:
         seconds, first = (_seconds_to_target(document, each) for each in (row, fp32[row["link"]]))
         yield (
             *_timed(document, row),
-            f"{seconds:.0f}" if seconds else "",
-            f"{first / seconds:.1f}" if seconds and first else "",
+            f"{seconds:.0f}" if seconds else _NOT_REACHED,
+            f"{first / seconds:.1f}" if seconds and first else _NOT_REACHED,
         )
 
 
@@ -350,7 +352,7 @@ def _timed(document: Document, row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['seconds'] * 1e3:.1f}",
         f"{row['limit'] * 1e3:.1f}",
         f"{row['limit'] / row['seconds']:.0%}",
-        f"{alone[row['method']] * 1e3:.1f}" if row["method"] in alone else "",
+        f"{alone[row['method']] * 1e3:.1f}" if row["method"] in alone else NOT_MEASURED,
     )
 
 

@@ -1,11 +1,7 @@
-"""The methods of this folder's trainings that need no DistributedDataParallel: DiLoCo, SparseLoCo and DeMo.
+"""The method of this folder's trainings that needs no DistributedDataParallel: ``qccl.DiLoCo``.
 
-- "diloco:OPTIONS:CODEC", such as "diloco:period=8,fragments=2,delay=3:trellis2+ef": ``qccl.DiLoCo``;
-- "sparseloco:OPTIONS": ``qccl.DiLoCo.sparseloco``;
-- "demo:OPTIONS", such as "demo:lr=0.001,values=exp4": ``qccl.DeMo`` in place of the recipe's optimiser. Its learning
-  rate rises as the recipe's does.
-
-OPTIONS are keyword arguments with commas between them.
+It is "diloco:OPTIONS:CODEC", such as "diloco:period=8,fragments=2,delay=3:trellis2+ef", where OPTIONS are keyword
+arguments with commas between them.
 """
 
 from __future__ import annotations
@@ -19,23 +15,15 @@ import numpy as np
 
 import qccl
 
-__all__ = ["changed", "is_local", "is_without_ddp", "local_recipe", "outer_of", "recipe_with", "replayed_local_step"]
-__all__ += ["step_of"]
+__all__ = ["changed", "is_local", "local_recipe", "outer_of", "replayed_local_step", "step_of"]
 
 #: local steps between two changes of the parameters while steps are timed
 _EVERY = 5
-#: steps of DeMo that are timed together
-_TOGETHER = 4
 
 
 def is_local(method: str) -> bool:
     """Whether ranks of this method train alone between outer steps."""
-    return method.startswith(("diloco:", "sparseloco:"))
-
-
-def is_without_ddp(method: str) -> bool:
-    """Whether this module has the method."""
-    return is_local(method) or method.startswith("demo:")
+    return method.startswith("diloco:")
 
 
 def _options(text: str) -> dict[str, Any]:
@@ -56,37 +44,10 @@ def changed(recipe: Any, **parts: Any) -> Any:
     return SimpleNamespace(**vars(recipe) | parts)
 
 
-def recipe_with(
-    recipe: Any, comm: qccl.Communicator, model: Any, method: str
-) -> tuple[Any, Callable[[], object] | None]:
-    """A recipe of docs/examples that trains ``model`` by a method, and what to call after the last step."""
-    if is_local(method):
-        outer = outer_of(comm, list(model.parameters()), method)
-        return local_recipe(recipe, outer), outer.finish
-    demo = _demo_of(comm, list(model.parameters()), method)
-    rate = demo.lr
-
-    def optimizer_of(model: Any) -> Any:
-        return SimpleNamespace(param_groups=[{"lr": recipe.RATE}], zero_grad=model.zero_grad, step=demo.step)
-
-    def update(model: Any, optimizer: Any) -> None:
-        demo.lr = rate * optimizer.param_groups[0]["lr"] / recipe.RATE
-        recipe.update(model, optimizer)
-
-    return changed(recipe, optimizer_of=optimizer_of, update=update), None
-
-
 def outer_of(comm: qccl.Communicator, params: Any, method: str) -> qccl.DiLoCo:
-    """DiLoCo or SparseLoCo as a method says."""
-    kind, _, rest = method.partition(":")
-    options, _, codec = rest.partition(":")
-    if kind == "sparseloco":
-        return qccl.DiLoCo.sparseloco(comm, params, **_options(options))
+    """DiLoCo as a method says."""
+    _, options, codec = method.split(":", 2)
     return qccl.DiLoCo(comm, params, codec=codec, **_options(options))
-
-
-def _demo_of(comm: qccl.Communicator, params: Any, method: str) -> qccl.DeMo:
-    return qccl.DeMo(comm, params, **_options(method.removeprefix("demo:")))
 
 
 def local_recipe(recipe: Any, outer: qccl.DiLoCo) -> Any:
@@ -114,22 +75,13 @@ def _write(model: Any, values: Sequence[Any]) -> None:
 def step_of(
     comm: qccl.Communicator, shapes: Sequence[Sequence[int]], method: str, seconds: float, rank: int
 ) -> tuple[Callable[[], None], int]:
-    """A function that takes a step of a method, and how many steps are timed together: for DiLoCo those of a period.
+    """A function that takes a local step, and how many of them are timed together: those of a period.
 
     A step sleeps ``seconds`` in place of computing.
     """
     params = [np.zeros(shape, np.float32) for shape in shapes]
-    if is_local(method):
-        outer = outer_of(comm, params, method)
-        return replayed_local_step(outer, params, seconds, rank), int(_options(method.split(":")[1])["period"])
-    demo, rng = _demo_of(comm, params, method), np.random.default_rng(rank)
-    gradients = [rng.standard_normal(p.shape, np.float32) for p in params]
-
-    def step() -> None:
-        time.sleep(seconds)
-        demo.step(gradients)
-
-    return step, _TOGETHER
+    outer = outer_of(comm, params, method)
+    return replayed_local_step(outer, params, seconds, rank), int(_options(method.split(":")[1])["period"])
 
 
 def replayed_local_step(

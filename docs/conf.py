@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from sphinx.domains.python import PyObject
 
 import qccl
 from qccl.bench.cli import main
-from qccl.relay.cli import main as relay
 
 DOCS = Path(__file__).parent
+#: characters of a name that need not break in a table, because a phone has room for them
+LONG_NAME = 12
 sys.path.insert(0, str(DOCS))
 
 project = "qccl"
@@ -54,6 +56,7 @@ def setup(app: Any) -> None:
     app.connect("source-read", add_generated)
     app.connect("autodoc-process-signature", hide_constructor)
     app.connect("doctree-resolved", set_dashes)
+    app.connect("doctree-resolved", break_names)
 
 
 def add_generated(app: Any, docname: str, source: list[str]) -> None:
@@ -70,7 +73,6 @@ def helps() -> list[tuple[str, str]]:
     """The names of the commands, and the text of each one's --help."""
     top = click.Context(main, info_name="qccl-bench", terminal_width=100, **main.context_settings)
     commands = [click.Context(command, top, name, terminal_width=100) for name, command in main.commands.items()]
-    commands.append(click.Context(relay, info_name="qccl-relay", terminal_width=100, **relay.context_settings))
     return [("qccl-bench", main.get_help(top)), *((str(c.info_name), c.command.get_help(c)) for c in commands)]
 
 
@@ -84,3 +86,14 @@ def set_dashes(app: Any, doctree: nodes.document, docname: str) -> None:
     for text in list(doctree.findall(nodes.Text)):
         if text == " -- ":
             text.parent.replace(text, nodes.Text(" \N{EN DASH} "))
+
+
+def break_names(app: Any, doctree: nodes.document, docname: str) -> None:
+    """Let long names in tables, such as codecs with options, break into lines after their punctuation."""
+    for entry in doctree.findall(nodes.entry):
+        for text in list(entry.findall(nodes.Text)):
+            parts = re.split(r"(?<=[,:/._(])(?=\w)|(?=\+)", text)
+            if len(parts) > 1 and any(len(word) > LONG_NAME for word in text.split()):
+                line_break = nodes.raw("", "<wbr>", format="html")
+                broken = [node for part in parts for node in (line_break.deepcopy(), nodes.Text(part))]
+                text.parent.replace(text, broken[1:])

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from qccl.bench.sizes import format_size
+from qccl.bench.params import format_size
 
 Rows = Sequence[dict[str, Any]]
 
@@ -93,7 +93,7 @@ def _both(row: dict[str, Any], side: str) -> str:
 
 
 def _plan(row: dict[str, Any]) -> str:
-    return _ms(row["plan"]) if "plan" in row else ""
+    return _ms(row["plan"]) if "plan" in row else "not measured"
 
 
 def _beside(row: dict[str, Any]) -> tuple[str, str]:

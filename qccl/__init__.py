@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from qccl.communicator import Communicator
     from qccl.cuda.nccl_id import get_unique_id
     from qccl.decentralized import LowPrecisionDecentralized
-    from qccl.decoupled_momentum import DeMo
     from qccl.diloco import DiLoCo
     from qccl.launch import init, join
     from qccl.plan import Plan
@@ -44,7 +43,6 @@ __all__ = [
     "CodecError",
     "CollectiveTimeout",
     "Communicator",
-    "DeMo",
     "DiLoCo",
     "EngineError",
     "InvalidBufferError",
@@ -68,7 +66,6 @@ __all__ = [
 
 _HOME = {
     "Communicator": "qccl.communicator",
-    "DeMo": "qccl.decoupled_momentum",
     "DiLoCo": "qccl.diloco",
     "LowPrecisionDecentralized": "qccl.decentralized",
     "Plan": "qccl.plan",
@@ -89,7 +86,9 @@ def __getattr__(name: str) -> Any:
     if name == "codecs":
         return import_module("qccl.codecs")
     if name not in _HOME:
-        raise AttributeError(f"module 'qccl' has no attribute {name!r}")
+        from qccl.removed import missing
+
+        raise missing("qccl", name)
     value = globals()[name] = getattr(import_module(_HOME[name]), name)
     return value
 

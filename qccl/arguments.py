@@ -36,8 +36,8 @@ def integer(value: Any, what: str) -> int:
 
 
 def integers(values: Iterable[Any], what: str) -> tuple[int, ...]:
-    """Any iterable of integers."""
-    if not isinstance(values, Iterable):
+    """Any iterable of integers, but no dict, whose keys these would be, and no text."""
+    if not isinstance(values, Iterable) or isinstance(values, Mapping | str | bytes | bytearray):
         raise ArgumentError(f"{what} must be a list of integers, not {values!r}")
     return tuple(integer(value, f"each of {what}") for value in values)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -228,6 +228,29 @@ def is_part_of(part: Values, whole: Values, first: int) -> bool:
     return False
 
 
+def check_listed(given: Any, what: str, other: str = "") -> None:
+    """Raise ArgumentError unless ``given`` is several objects in an order that all ranks have, such as a list.
+
+    The keys of a dict, the rows of an array and the letters of a text would otherwise be taken for its arrays.
+    ``other`` is allowed, too, in the error's words.
+    """
+    if isinstance(given, list | tuple):
+        return
+    kind = type(given).__name__
+    if isinstance(given, Mapping):
+        advice = f"[{what}[name] for name in sorted({what})]"
+    elif hasattr(given, "shape"):
+        kind, advice = f"a single array ({kind})", f"[{what}]"
+    elif isinstance(given, Iterator | Set):
+        advice = "a list, such as list(model.parameters())"
+    elif isinstance(given, Collection) and not isinstance(given, str | bytes | bytearray | memoryview):
+        return
+    else:
+        advice = "a list, such as [x, y]"
+    allowed = f"{other}a list of arrays, in the same order on all ranks"
+    raise ArgumentError(f"{what} must be {allowed}, not {kind}; pass {advice}")
+
+
 def check_disjoint(written: Iterable[Values], read: Iterable[Values] = ()) -> None:
     """Raise InvalidBufferError if an array that is written shares memory with another one."""
     found = [(v.address, v.address + v.nbytes, True, v.what) for v in written if v.nbytes]
@@ -238,7 +261,7 @@ def check_disjoint(written: Iterable[Values], read: Iterable[Values] = ()) -> No
         if other:
             raise InvalidBufferError(
                 f"{other} and {what} overlap in memory, and one of them is written; pass arrays that have no memory in "
-                f"common"
+                f"common (tied weights once: torch's named_parameters() has them once, and state_dict() twice)"
             )
         if stop > end:
             end, last = stop, what

@@ -1,4 +1,4 @@
-"""The collectives as methods on arrays: each checks its arguments, makes its CollectiveSpec and runs it."""
+"""The collectives as methods on arrays, and the way of every call: found among earlier ones, or prepared."""
 
 from __future__ import annotations
 
@@ -7,27 +7,30 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Unpack
 
-from qccl.arguments import CodecLike, OpLike, check_trace, codecs_of, timeout_of
-from qccl.arrays import Memory, Values, refuse_nonfinite, text_about_inputs
+from qccl import dtypes
+from qccl.arguments import CodecLike, OpLike, check_trace, codecs_of, count_of, timeout_of
+from qccl.arrays import Memory, Values, check_listed, refuse_nonfinite, text_about_inputs
 from qccl.choosing import Chooser
+from qccl.collectives import (
+    AllGatherSpec,
+    AllReduceSpec,
+    AllToAllSpec,
+    BroadcastSpec,
+    Call,
+    CoalescedSpec,
+    CollectiveSpec,
+    HierarchicalSpec,
+    PeerExchangeSpec,
+    ReduceScatterSpec,
+    ReduceSpec,
+)
+from qccl.costs.group import Choice
+from qccl.dynamo import not_traced, skip_tracing
 from qccl.engine.base import Bound, Progress, Request
 from qccl.errors import ArgumentError
 from qccl.guard import guarded
-from qccl.methods import (
-    ALL_GATHER,
-    ALL_TO_ALL,
-    ALLREDUCE,
-    BROADCAST,
-    COALESCED,
-    HIERARCHICAL,
-    PEER_EXCHANGE,
-    REDUCE,
-    REDUCE_SCATTER,
-    Given,
-    Method,
-)
-from qccl.options import ArrayOptions, CallOptions, ResultArrayOptions, StateArrayOptions, accepts, complete
-from qccl.programs import Compiled, ProgramCache
+from qccl.options import ArrayOptions, CallOptions, Method, ResultArrayOptions, StateArrayOptions
+from qccl.programs import Compiled
 from qccl.schedule import Role
 from qccl.session import Session
 from qccl.state import check_key, lr_of
@@ -37,24 +40,29 @@ from qccl.work import Work
 __all__ = ["Collectives"]
 
 _NOW = Progress.NOW
+_ALLREDUCE, _COALESCED, _HIERARCHICAL = Method(AllReduceSpec), Method(CoalescedSpec), Method(HierarchicalSpec)
+_REDUCE_SCATTER, _ALL_GATHER, _ALL_TO_ALL = Method(ReduceScatterSpec), Method(AllGatherSpec), Method(AllToAllSpec)
+_BROADCAST, _REDUCE, _PEER_EXCHANGE = Method(BroadcastSpec), Method(ReduceSpec), Method(PeerExchangeSpec)
 
 
-class _Prepared(NamedTuple):
-    """What follows from the arguments of a call, and is the same in every call with equal ones.
+class _Checks(NamedTuple):
+    """The part of a call beside running its program.
 
     Attributes:
         checked: pointers (None) and tensors (their numbers among the arrays), which each call checks again.
         inputs, outputs: for ``nonfinite="error"``; without the arrays themselves, which are not kept alive.
     """
 
-    compiled: Compiled
-    bound: Bound
-    request: Request
     checked: tuple[tuple[int | None, Values], ...]
     inputs: tuple[Values, ...]
     outputs: tuple[Values, ...]
 
 
+#: what is the same in every call with equal arguments; no checks, if the call is not asynchronous either
+_Prepared = tuple[Compiled, Bound, Request, _Checks | None]
+
+
+@not_traced
 class Collectives:
     """A Communicator's collectives on arrays."""
 
@@ -64,10 +72,9 @@ class Collectives:
     nodes: tuple[int, ...]
     _session: Session
     _memory: Memory
-    _programs: ProgramCache
     _chooser: Chooser
 
-    @accepts(CallOptions)
+    @_ALLREDUCE.accepts(CallOptions)
     def quantized_allreduce(
         self, x: Any, out: Any = None, *, op: OpLike = "sum", algorithm: str = "auto", **options: Unpack[CallOptions]
     ) -> Any:
@@ -93,10 +100,11 @@ class Collectives:
             nonfinite: "propagate" passes NaN and infinity on (their whole bucket becomes NaN); "error" raises
                 ArgumentError on every rank if the result has any, and names the first such element. On the host, if no
                 other call was running, the error also names the first such element of this rank's input.
-            key: a name for ``x``, such as "layer1.weight"; codecs with "+ef" or "+nesterov" need it and keep state
-                under it.
+            key: a name for ``x``, such as "layer1.weight", which the ranks compare; codecs with "+ef" or "+nesterov"
+                need it and keep state under it.
             lr: the learning rate by which the caller multiplies the result, if it changes from step to step. Errors of
-                earlier steps are then corrected at the rate of their own step.
+                earlier steps are then corrected at the rate of their own step. A result that is multiplied by 0 has
+                no effect, so a call with lr=0 leaves the residuals as they are and sends nothing of them.
             dtype: "bfloat16" reads an array of uint16 as bfloat16.
             stream: on CUDA, the stream (a number, or an object with ``__cuda_stream__``) that the call is ordered with;
                 None means the current stream of the library that made ``x``.
@@ -116,9 +124,11 @@ class Collectives:
             PeerLost: another rank failed, left or gave up.
             EngineError: the library of the transport (MPI, UCX, gloo, NCCL) or CUDA failed.
         """
-        return self._call(ALLREDUCE, (x, out), (op, algorithm), options, x if out is None else out)
+        return self._call(
+            _ALLREDUCE, (x, out), {"op": op, "algorithm": algorithm, **options}, x if out is None else out
+        )
 
-    @accepts(CallOptions)
+    @_COALESCED.accepts(CallOptions)
     def quantized_allreduce_coalesced(
         self,
         xs: Sequence[Any],
@@ -135,15 +145,18 @@ class Collectives:
         Work.
         """
         targets = xs if outs is None else outs
-        if not isinstance(xs, Collection) or not isinstance(targets, Collection):
-            raise ArgumentError(f"xs and outs must be lists of arrays, not {type(xs).__name__}, {type(outs).__name__}")
+        if type(xs) is not list:
+            check_listed(xs, "xs")
+        if type(targets) is not list:
+            check_listed(targets, "outs")
         if len(targets) != len(xs):
             raise ArgumentError(f"there are {len(xs)} arrays in xs and {len(targets)} in outs; each needs its own")
 
-        given = tuple(xs) if outs is None else (*xs, *outs)
-        return self._call(COALESCED, given, (outs is None, op, algorithm), options, targets)
+        arrays = tuple(xs) if outs is None else (*xs, *outs)
+        given = {"outs": outs is not None, "op": op, "algorithm": algorithm, **options}
+        return self._call(_COALESCED, arrays, given, targets)
 
-    @accepts(StateArrayOptions)
+    @_REDUCE_SCATTER.accepts(StateArrayOptions)
     def quantized_reduce_scatter(
         self,
         x: Any,
@@ -160,9 +173,9 @@ class Collectives:
         what it sends; a rank changes its state if its ``x`` and its part of the result are finite. Other arguments: see
         quantized_allreduce. Returns ``out`` (or ``x``), or its Work.
         """
-        return self._call(REDUCE_SCATTER, (x, out), (op, counts), options, x if out is None else out)
+        return self._call(_REDUCE_SCATTER, (x, out), {"counts": counts, "op": op, **options}, x if out is None else out)
 
-    @accepts(ResultArrayOptions)
+    @_ALL_GATHER.accepts(ResultArrayOptions)
     def quantized_all_gather(
         self, x: Any, out: Any, *, counts: Sequence[int] | None = None, **options: Unpack[ResultArrayOptions]
     ) -> Any:
@@ -172,9 +185,9 @@ class Collectives:
         ``out`` itself. All ranks get the same bits: each replaces its own part by the values that the others decode.
         Other arguments: see quantized_allreduce. Returns ``out``, or its Work.
         """
-        return self._call(ALL_GATHER, (x, out), (counts,), options, out)
+        return self._call(_ALL_GATHER, (x, out), {"counts": counts, **options}, out)
 
-    @accepts(ArrayOptions)
+    @_ALL_TO_ALL.accepts(ArrayOptions)
     def quantized_all_to_all(
         self,
         x: Any,
@@ -190,9 +203,10 @@ class Collectives:
         means equal parts. A rank's part for itself is copied exactly. Other arguments: see quantized_allreduce. Returns
         ``out``, or its Work.
         """
-        return self._call(ALL_TO_ALL, (x, out), (send_counts, recv_counts), options, out)
+        given = {"send_counts": send_counts, "recv_counts": recv_counts, **options}
+        return self._call(_ALL_TO_ALL, (x, out), given, out)
 
-    @accepts(ResultArrayOptions)
+    @_BROADCAST.accepts(ResultArrayOptions)
     def quantized_broadcast(
         self, x: Any, out: Any = None, *, root: int = 0, algorithm: str = "auto", **options: Unpack[ResultArrayOptions]
     ) -> Any:
@@ -203,11 +217,10 @@ class Collectives:
         see quantized_allreduce. Returns the output array, or its Work.
         """
         has_input = self.rank == root or out is None
-        return self._call(
-            BROADCAST, (x if has_input else None, out), (root, algorithm), options, x if out is None else out
-        )
+        given = {"root": root, "algorithm": algorithm, **options}
+        return self._call(_BROADCAST, (x if has_input else None, out), given, x if out is None else out)
 
-    @accepts(ArrayOptions)
+    @_REDUCE.accepts(ArrayOptions)
     def quantized_reduce(
         self,
         x: Any,
@@ -225,9 +238,10 @@ class Collectives:
         """
         is_root = self.rank == root
         result = None if not is_root else x if out is None else out
-        return self._call(REDUCE, (x, out if is_root else None), (op, root, algorithm), options, result)
+        given = {"root": root, "op": op, "algorithm": algorithm, **options}
+        return self._call(_REDUCE, (x, out if is_root else None), given, result)
 
-    @accepts(CallOptions)
+    @_HIERARCHICAL.accepts(CallOptions)
     def hierarchical_allreduce(
         self,
         x: Any,
@@ -260,12 +274,11 @@ class Collectives:
 
         Other arguments: see quantized_allreduce; avg is the mean over all ranks. Returns the output array, or its Work.
         """
-        node_ids = self.nodes if node_ids is None else node_ids
+        given = {"op": op, "intra": intra, "layout": layout, "node_ids": node_ids, "inter": inter, **options}
+        given["exact"], given["algorithm"] = exact, algorithm
+        return self._call(_HIERARCHICAL, (x, out), given, x if out is None else out)
 
-        parameters = op, intra, layout, node_ids, algorithm, inter, exact
-        return self._call(HIERARCHICAL, (x, out), parameters, options, x if out is None else out)
-
-    @accepts(StateArrayOptions)
+    @_PEER_EXCHANGE.accepts(StateArrayOptions)
     def peer_exchange(
         self,
         z: Any,
@@ -292,32 +305,35 @@ class Collectives:
         """
         if not isinstance(replicas, Mapping):
             raise ArgumentError(f"replicas must be a dict of arrays by rank, not {type(replicas).__name__}")
-        peers = tuple(replicas)
-        return self._call(PEER_EXCHANGE, (z, applied, *replicas.values()), (send_to, peers), options, applied)
+        given = {"send_to": send_to, "replicas": tuple(replicas), **options}
+        return self._call(_PEER_EXCHANGE, (z, applied, *replicas.values()), given, applied)
 
     # -- the way of every call ---------------------------------------------------------------------------------------
 
-    def _call(self, method: Method, arrays: Given, parameters: Given, options: Any, result: Any) -> Any:
+    def _call(self, method: Method, arrays: tuple[Any, ...], given: dict[str, Any], result: Any) -> Any:
         """Make a call, and return ``result`` or its Work. Only the first call with equal arguments is prepared.
 
-        ``options`` are those of this call, ``parameters`` the method's own. An array may also be an address.
+        ``given`` are all arguments beside the arrays, by name. An array may also be an address.
         """
         session, memory = self._session, self._memory
         if session.closed or session.calling or session.failure is not None or session.engine.failure is not None:
             self._check_usable()
         # may be another one in each call
-        lr = options.pop("lr") if "lr" in options and "lr" in method.options.__annotations__ else None
-        found = memory.calls.find(method.name, arrays, parameters, options)
-        prepared, views = found or self._prepare(method, arrays, parameters, options)
-        compiled, bound, request, checked, _, _ = prepared
-        is_async = request.progress is _NOW
-        kept: object = arrays, views
-        if checked:
-            kept = kept, memory.recheck(checked, arrays, hold=is_async)
+        lr = given.pop("lr") if "lr" in given and "lr" in method.parameters else None
+        found = memory.calls.find(method.name, arrays, (), given)
+        prepared, views = found or self._prepare(method, arrays, given)
+        compiled, bound, request, checks = prepared
         if lr is not None:
             request = request._replace(lr=lr_of(lr))
+        kept: object = arrays, views
         streams = memory.streams(request.stream, arrays) if memory.has_streams else ()
-        check = self._check_of(prepared) if request.nonfinite == "error" else None
+        if checks is None:
+            session.start(compiled, bound, request, kept, streams)
+            return result
+        is_async = request.progress is _NOW
+        if checks.checked:
+            kept = kept, memory.recheck(checks.checked, arrays, hold=is_async)
+        check = self._check_of(checks) if request.nonfinite == "error" else None
         if is_async:
             work = Work(session, result, check)
             session.start(compiled, bound, request, kept, streams, work)
@@ -332,45 +348,61 @@ class Collectives:
         self._session.check_usable()
 
     @guarded
-    def _check_of(self, prepared: _Prepared) -> Callable[[], None]:
+    def _check_of(self, checks: _Checks) -> Callable[[], None]:
         """What raises ArgumentError if the result is not finite, to be called after the call."""
         # "" while other calls are under way, which may be writing the input, and on CUDA, where the host would wait
-        own = text_about_inputs(self._memory, prepared.inputs, self.rank) if self._session.engine.is_idle else ""
-        return partial(refuse_nonfinite, self._memory, prepared.outputs, own)
+        own = text_about_inputs(self._memory, checks.inputs, self.rank) if self._session.engine.is_idle else ""
+        return partial(refuse_nonfinite, self._memory, checks.outputs, own)
 
     @guarded
     def _prepare(
-        self, method: Method, arrays: Given, parameters: Given, options: Any
+        self, method: Method, arrays: tuple[Any, ...], given: dict[str, Any]
     ) -> tuple[_Prepared, list[Values]]:
         """Check the arguments of a call, and let later calls find them; also returns the arrays' memory."""
-        session, how = self._session, complete(method.options, method.name, options)
-        specs = []
-        for codec in codecs_of(how["codec"]):
-            spec, by_name = method.prepare(self, arrays, parameters, {**how, "codec": codec})
-            spec.check_counts(by_name, self.rank, self.size)
-            check_key(spec.codec, how["key"])
-            specs.append(spec)
-        request = _request(how)
-        self._memory.streams(how["stream"], ())
-        spec = self._chooser.choose(specs, self.nodes, how["stream"]).spec
-        spec, compiled, bound = session.bind(spec, by_name, how["key"], self._programs.get)
+        memory = self._memory
+        options, own = method.complete(given)
+        is_pointers = "count" in own
+        call = Call(
+            memory=memory,
+            rank=self.rank,
+            size=self.size,
+            nodes=self.nodes,
+            arrays=arrays,
+            codecs=codecs_of(options["codec"]),
+            chunk=options["chunk"],
+            count=count_of(own.pop("count")) if is_pointers else None,
+            dtype=dtypes.get(own.pop("datatype")) if is_pointers else options["dtype"],
+            own=own,
+        )
+        specs, by_name = method.spec.from_call(call)
+        request = _request(options)
+        memory.streams(options["stream"], ())
+        chosen = self._choose(specs, options["key"], options["stream"]).spec
+        spec, compiled, bound = self._session.bind(chosen, by_name, options["key"])
         values = list(dict.fromkeys(by_name.values()))
         bare = {each: replace(each, array=None, view=None, owner=None) for each in values}
         of_tensors = [(number, array) for number, array in enumerate(arrays) if is_tensor(array)]
+        if of_tensors:
+            skip_tracing()  # torch may have been imported after the communicator was made
         checked: list[tuple[int | None, Values]] = [(None, bare[each]) for each in values if each.array is None]
         checked += [(number, bare[each]) for number, array in of_tensors for each in values if each.array is array]
-        prepared = _Prepared(
-            compiled,
-            bound,
-            request,
-            tuple(checked),
-            tuple(bare[each] for each in spec.arrays_of(Role.INPUT, by_name, self.rank, self.size)),
-            tuple(bare[each] for each in spec.arrays_of(Role.OUTPUT, by_name, self.rank, self.size)),
-        )
+        checks = None
+        if checked or request.progress is _NOW or request.nonfinite == "error":
+            inputs, outputs = (
+                tuple(bare[each] for each in spec.arrays_of(role, by_name, self.rank, self.size))
+                for role in (Role.INPUT, Role.OUTPUT)
+            )
+            checks = _Checks(tuple(checked), inputs, outputs)
+        prepared = compiled, bound, request, checks
         if request.trace is None and all(each.count for each in values):
-            memory = self._memory
-            memory.calls.add(method.name, arrays, parameters, options, lambda: prepared)
+            memory.calls.add(method.name, arrays, (), given, lambda: prepared)
         return prepared, values
+
+    def _choose(self, specs: Sequence[CollectiveSpec], key: str | None, stream: Any = None) -> Choice:
+        """How the ranks make a call; ``specs`` has one for each codec that it may use."""
+        for spec in specs:
+            check_key(spec.codec, key)
+        return self._chooser.choose(specs, self.nodes, stream)
 
 
 def _request(how: CallOptions) -> Request:

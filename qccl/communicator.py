@@ -16,18 +16,19 @@ from qccl.choosing import Chooser
 from qccl.collectives import CollectiveSpec, HierarchicalSpec, spec_of_plan
 from qccl.costs.group import GroupProfile
 from qccl.dtypes import DTypeLike
+from qccl.dynamo import not_traced, skip_tracing
 from qccl.engine.base import Backend
 from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost, QcclError
 from qccl.guard import guarded
 from qccl.host import HostBackend
+from qccl.host.shutdown import leave
 from qccl.meetings import connect, of_jax, of_torch
 from qccl.metrics import check_setting
 from qccl.plan import Plan
-from qccl.programs import ProgramCache
 from qccl.ranges import ranges
 from qccl.records import GroupRecord
+from qccl.removed import check_variables
 from qccl.session import Session
-from qccl.state import check_key
 from qccl.statistics import Stats
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ _NAP_SECONDS = 0.02
 _numbers = itertools.count()
 
 
+@not_traced
 class Communicator(Collectives):
     """A group of ranks and the collectives among them.
 
@@ -83,7 +85,9 @@ class Communicator(Collectives):
     def _set_up(
         self, transport: Group, timeout: float | None, backend: Callable[[Any], Backend], name: str | None = None
     ) -> None:  # fmt: skip
+        check_variables()
         check_setting()
+        skip_tracing()
         call_ranges = ranges()
         made = backend(transport)
         self.rank, self.size = transport.rank, transport.size
@@ -103,7 +107,6 @@ class Communicator(Collectives):
         self._session.serve_metrics(self.local_rank, is_thread=transport.name == "loopback")
         self._memory = made.memory
         self._chooser = Chooser(self._session, GroupProfile(self.nodes, transport.name, hardware=transport.hardware))
-        self._programs = ProgramCache(made.engine, (self.rank, self.size), made.memory.calls)
 
     @classmethod
     def _from_transport(
@@ -248,9 +251,8 @@ class Communicator(Collectives):
 
     def _plan(self, specs: Sequence[CollectiveSpec], key: str | None) -> Plan:
         for spec in specs:
-            check_key(spec.codec, key)
             spec.buffers(self.rank, self.size)  # raises for what these ranks cannot do
-        return Plan(self._session, specs[0], key, self.nodes, self._chooser.choose(specs, self.nodes))
+        return Plan(self._session, specs[0], key, self.nodes, self._choose(specs, key))
 
     @guarded
     def profile(self) -> GroupProfile:
@@ -354,7 +356,7 @@ class Communicator(Collectives):
         session.state.load(saved["keys"])
         session.numbers.offset += calls - session.numbers.calls
         session.numbers.calls = calls
-        self._programs.clear()  # whose headers have the old offset
+        self._session.programs.clear()  # whose headers have the old offset
 
     @guarded
     def reset(self, key: str | None = None) -> None:
@@ -369,11 +371,28 @@ class Communicator(Collectives):
         """Collective: a communicator of the ranks with this ``color``, ordered by (key, rank); None: in no group."""
         self._session.check_usable()
         check_group(color, key)
-        transport = self._session.run_collective("split()", lambda: self.transport.split(color, key, self.timeout))
+        transport = self._session.run_collective("split()", lambda: self._split_transport(color, key))
         if transport is None:
             return None
         name = f"{self._session.group}, {color} of split {self._session.numbers.sequence}"
         return Communicator._from_transport(transport, self.timeout, self._make_backend, name)
+
+    def _split_transport(self, color: int | None, key: int) -> Group | None:
+        self._begin_making()
+        self.transport.made = self.transport.split(color, key, self.timeout)
+        return self.transport.made
+
+    def _begin_making(self) -> None:
+        """Let an exception that ends the present call end the group that the call makes, too."""
+        self.transport.made = None
+        self._session.making = self._session.mark(), self._end_made
+
+    def _end_made(self, error: BaseException) -> None:
+        made = self.transport.made
+        if made is not None and self.transport.engine is not None:
+            self.transport.engine.give_up(made, error)
+        elif made is not None:
+            made.abort(str(error))  # on CUDA
 
     @property
     def address(self) -> str:
@@ -403,6 +422,8 @@ class Communicator(Collectives):
         if not self.transport.can_regroup:
             raise self.transport.impossible("shrink()")
         self._session.retire("shrink() was called")
+        self._session.unsettle(self.calls)
+        self._begin_making()
         return self._continue_on(*self.transport.regroup(self.calls, timeout, grows=False))
 
     @guarded
@@ -421,8 +442,9 @@ class Communicator(Collectives):
         if not newcomers:
             return self
         self._session.engine.wait_until_idle(timeout)
-        self._programs.clear()
+        self._session.programs.clear()
         self._session.close()
+        self._begin_making()
         return self._continue_on(*self.transport.regroup(self.calls, timeout, grows=True))
 
     def _await_newcomers(self, size: int | None, timeout: float) -> int:
@@ -455,9 +477,13 @@ class Communicator(Collectives):
     ) -> Communicator:
         """A communicator whose next call has the number ``calls``."""
         name = f"{transport.size} ranks from call {calls} on"  # which a newcomer knows, too
-        comm = cls._from_transport(transport, timeout, backend, name)
-        numbers = comm._session.numbers
-        numbers.calls = numbers.offset = calls
+        try:
+            comm = cls._from_transport(transport, timeout, backend, name)
+            numbers = comm._session.numbers
+            numbers.calls = numbers.offset = calls
+        except BaseException as error:
+            leave(transport, error)
+            raise
         return comm
 
     def stats(self, *, reset: bool = False) -> Stats:
@@ -489,6 +515,6 @@ class Communicator(Collectives):
     def close(self) -> None:
         """Release the group, after the last call on every rank. A second call does nothing."""
         self._session.check_thread()
-        self._programs.clear()
+        self._session.programs.clear()
         self._session.close()
         self.transport.close()

@@ -10,6 +10,7 @@ from typing import Any
 from qccl import codecs
 from qccl.arguments import CodecLike, count_of
 from qccl.communicator import Communicator
+from qccl.dynamo import not_traced
 from qccl.errors import ArgumentError, MismatchError
 from qccl.scalars import as_real
 from qccl.weights import matrix, spectral_gap
@@ -17,6 +18,7 @@ from qccl.weights import matrix, spectral_gap
 __all__ = ["LowPrecisionDecentralized"]
 
 
+@not_traced
 class LowPrecisionDecentralized:
     """Each rank follows its own gradients and averages its model with its peers' models.
 

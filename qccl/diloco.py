@@ -13,24 +13,21 @@ from qccl.arguments import CodecLike, count_of, one_of
 from qccl.arrays import Values
 from qccl.collectives.allreduce import ALLREDUCE
 from qccl.communicator import Communicator
+from qccl.dynamo import not_traced
 from qccl.errors import ArgumentError, MismatchError
 from qccl.outer_step import OuterStep, Turns, advance
+from qccl.owners import Owner
 from qccl.parameters import Commit, Form
+from qccl.removed import Gone, without_removed
 from qccl.scalars import as_bool, as_integer, as_real
-from qccl.state import check_key
-from qccl.tiles import Tiles
 
 __all__ = ["DiLoCo"]
 
 #: the parts of a state_dict()
 _STATE = {"common", "momentum", "steps", "local_steps", "weights", "under_way"}
-#: options of sparseloco(). The fraction, unlike k=64, also holds for arrays that are shorter than a block.
-_SPARSELOCO: dict[str, Any] = {
-    **{"codec": "topk:k=0.015625,block=4096,values=mean2+ef:beta=0.95", "algorithm": "one_shot", "tile": 64},
-    **{"outer_lr": 1.0, "momentum": 0.0},
-}
 
 
+@not_traced
 class DiLoCo:
     """Local training with a compressed outer step (DiLoCo, Douillard et al. 2023, arXiv 2311.08105, algorithm 1).
 
@@ -61,6 +58,9 @@ class DiLoCo:
         fragments: for each array of ``common``, the number of its fragment.
     """
 
+    sparseloco = Gone("qccl.DiLoCo")
+
+    @without_removed("qccl.DiLoCo")
     def __init__(
         self,
         comm: Communicator,
@@ -68,7 +68,6 @@ class DiLoCo:
         *,
         codec: CodecLike = "minmax4+ef",
         algorithm: str = "auto",
-        tile: int | None = None,
         outer_lr: float = 0.7,
         momentum: float = 0.9,
         nesterov: bool = True,
@@ -77,7 +76,7 @@ class DiLoCo:
         delay: int = 0,
         mixing: float | None = None,
         weighted: bool = False,
-        key: str = "diloco",
+        key: str | None = None,
     ) -> None:
         """Collective: all ranks continue from rank 0's parameters, which are written to ``params``.
 
@@ -87,9 +86,6 @@ class DiLoCo:
                 JAX on the host). Arrays of dicts belong together by name, whatever the dicts' orders.
             codec: of the all-reduce. Error feedback keeps its residuals in the communicator.
             algorithm: of the all-reduce: "two_round", "one_shot", or "auto" (by size).
-            tile: encode matrices by squares of ``tile`` x ``tile`` elements, one after the other, instead of by rows; a
-                side that is no multiple is divided by its greatest divisor below. With blocks of ``tile**2`` elements
-                a codec then sees squares. None: by rows.
             outer_lr: the learning rate of the outer step; 1 with ``momentum=0`` averages the parameters.
             momentum: of the outer step, from 0 to below 1.
             nesterov: whether the outer step looks ahead by the momentum.
@@ -103,13 +99,13 @@ class DiLoCo:
                 with 0 the local steps during the delay are lost; with more, the ranks follow the common parameters
                 more slowly.
             weighted: average with the ranks' numbers of local steps as weights, which may differ.
-            key: the residuals' names in the communicator begin with it, so two objects on one communicator need
-                different keys.
+            key: begins the names of the residuals in the communicator's state; no other object there may have it. None:
+                "diloco" for the first object, "diloco#2" for the second one, and so on. The communicator's saved state
+                then fits a program that makes its objects in the same order; with other orders give keys.
         """
         self._codec = codecs.get(codec)
         if "momentum" in self._codec.state_names:
             raise ArgumentError(f"{self._codec.spec()} has momentum, and so has the outer step; use +ef alone")
-        check_key(self._codec, key)
         rate, decay, looks_ahead = as_real(outer_lr), as_real(momentum), as_bool(nesterov)
         if rate is None or not 0 < rate < math.inf:
             raise ArgumentError(f"outer_lr must be a positive number, the rate of the outer step, not {outer_lr!r}")
@@ -117,40 +113,24 @@ class DiLoCo:
             raise ArgumentError(f"momentum must be a number from 0 to below 1, not {momentum!r}")
         if looks_ahead is None:
             raise ArgumentError(f"nesterov must be True or False, not {nesterov!r}")
-        self._outer_lr, self._momentum, self._nesterov, self._key = float(rate), float(decay), looks_ahead, key
+        self._outer_lr, self._momentum, self._nesterov = float(rate), float(decay), looks_ahead
         self._algorithm = one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
-        self._tile = 0 if tile is None else count_of(tile, "tile")
-        if tile is not None and not self._tile:
-            raise ArgumentError("tile must be the side of a square of elements, 1 or more, or None; not 0")
         self.comm, self.params, self.local_steps = comm, params, 0
         given = self._values(params)
+        parameters.check_separate(given)
         self._names = parameters.names_of(params)
         self._forms = [parameters.form_of(values) for values in given]
         self.common = [parameters.mutable_copy(values) for values in given]
         self._velocity = [parameters.zeros_like(array) for array in self.common]
-        # without tile= each array is one tile, which is encoded by rows
-        self._tiles = [Tiles(shape, self._tile or max(1, math.prod(shape))) for _, shape in self._forms]
         self.fragments = parameters.fragments_of(fragments, self._names, [values.count for values in given])
         self._taken = [0] * (max(self.fragments, default=0) + 1)
         self._turns = Turns(len(self._taken), period, delay)
         self._mixing, self._weighted = self._checked(mixing, weighted)
         self._weights = [0.0] * len(self._taken)  # local steps of this rank since each fragment's last all-reduce began
         self._under_way: list[OuterStep] = []  # in the order of their begin
-        self._commit = Commit("call continue_on() or load a state on all ranks")
-        self._join(comm, is_new=True)
-
-    @classmethod
-    def sparseloco(cls, comm: Communicator, params: Any, **options: Any) -> DiLoCo:
-        """Collective: a DiLoCo with the outer step of SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706).
-
-        A rank sends the 64 greatest of 4096 changes, in 2 bits each, with their positions. The rest is part of its next
-        change, by error feedback that decays by 0.95. The average over the ranks is a step of SGD. ``options`` are
-        those of DiLoCo, and replace these::
-
-            codec="topk:k=0.015625,block=4096,values=mean2+ef:beta=0.95", algorithm="one_shot", tile=64, outer_lr=1,
-            momentum=0
-        """
-        return cls(comm, params, **(_SPARSELOCO | options))
+        self._commit = Commit()
+        self._owner: Owner
+        self._join_as_owner(comm, key, is_new=True)
 
     def _checked(self, mixing: Any, weighted: Any) -> tuple[float | None, bool]:
         """The two as their types."""
@@ -238,7 +218,30 @@ class DiLoCo:
         Outer steps under way are dropped: call finish() before grow(). The changes that they had are not lost, because
         they are part of the fragment's next outer step; the residuals then have the error of one all-reduce too much.
         """
-        self._join(comm, is_new=False)
+        if comm is self.comm:
+            self._join(comm, is_new=False)
+            return
+        before = self._owner
+        try:
+            self._join_as_owner(comm, before.name, is_new=False)
+        except BaseException:
+            self._owner = before
+            raise
+        before.close()
+
+    def close(self) -> None:
+        """Forget the residuals, and let others have the key. Every rank must call it alike; ``comm`` stays open."""
+        self._owner.close()
+
+    def _join_as_owner(self, comm: Communicator, key: str | None, *, is_new: bool) -> None:
+        """Join a group in whose state this object has no keys yet."""
+        owners, is_stateful = comm._session.state.owners, bool(self._codec.state_names)
+        self._owner = owners.add("DiLoCo", "diloco", key, separators=" ", is_stateful=is_stateful)
+        try:
+            self._join(comm, is_new=is_new)
+        except BaseException:
+            self._owner.release()  # the program may try again
+            raise
 
     def _join(self, comm: Communicator, *, is_new: bool) -> None:
         form = struct.Struct(f"<{1 + len(self._taken)}q")
@@ -248,7 +251,7 @@ class DiLoCo:
         if others:
             raise MismatchError(
                 f"ranks {others} have other parameters (number, names, shapes, types) or arguments of DiLoCo "
-                "than rank 0"
+                f"than rank 0; here its key is {self._owner.name!r}"
             )
         local_steps, *taken = zip(*(form.unpack(each[len(identity) :]) for each in found), strict=True)
         roots = [each.index(max(each)) for each in taken]
@@ -282,7 +285,7 @@ class DiLoCo:
             "steps": list(self._taken),
             "local_steps": self.local_steps,
             "weights": list(self._weights),
-            "under_way": [part for each in self._under_way for part in each.saved(self.comm.rank, self._tiles)],
+            "under_way": [part for each in self._under_way for part in each.saved(self.comm.rank)],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -349,8 +352,7 @@ class DiLoCo:
             is_own = as_integer(each["rank"]) == self.comm.rank if begun else each["rank"] is None
             if not is_own:
                 raise ArgumentError(f"{what} is that of rank {each['rank']!r}; rank {self.comm.rank} needs its own")
-            changes = {n: self._tiles[n].split(each).reshape(each.shape) for n, each in averages.items()}
-            found.append(OuterStep({fragment: changes}, due, begun=begun))
+            found.append(OuterStep({fragment: averages}, due, begun=begun))
         return found
 
     def _loaded_arrays(self, saved: Any, numbers: Sequence[int], what: str) -> dict[int, Any]:
@@ -390,10 +392,9 @@ class DiLoCo:
             change = parameters.difference(self.common[number], local[number].array)
             if self._mixing is None and due > self.local_steps:
                 outer_step.begun[number] = parameters.mutable_copy(local[number])
-            change = self._tiles[number].split(change).reshape(change.shape)
             fragment, (dtype, _) = self.fragments[number], self._forms[number]
             outer_step.changes[fragment][number] = change
-            calls.setdefault(f"{self._key} {fragment} {dtype}", []).append(change)
+            calls.setdefault(self._owner.key(f" {fragment} {dtype}"), []).append(change)
         if len(calls) > 1:  # one may be refused after others have changed their residuals
             outer_step.put_back = [self.comm._session.state.keep(key) for key in calls]
         if self._weighted:
@@ -425,7 +426,7 @@ class DiLoCo:
         with self._commit:
             for averages in outer_step.changes.values():
                 for n, average in averages.items():
-                    advance(self.common[n], self._velocity[n], self._tiles[n].join(average), **rule)
+                    advance(self.common[n], self._velocity[n], average, **rule)
             self._taken = [each + (fragment in outer_step.changes) for fragment, each in enumerate(self._taken)]
             self.params = self._deliver(params, self._members(outer_step.changes), mixing or 0.0, outer_step.begun)
         return self.params
@@ -436,7 +437,9 @@ class DiLoCo:
             raise ArgumentError(
                 f"params has the names {parameters.names_of(params)}, and DiLoCo was made for {self._names}"
             )
-        return self._values(params, self._forms)
+        values = self._values(params, self._forms)
+        parameters.check_separate(values)
+        return values
 
     def _values(self, params: Any, forms: Sequence[Form] | None = None, what: str = "params") -> list[Values]:
         """The memory of all arrays, which must have ``forms`` if given."""
@@ -473,7 +476,7 @@ class DiLoCo:
 
     def _identity(self) -> bytes:
         """What must be the same on all ranks."""
-        rule = self._outer_lr, self._momentum, self._nesterov, self._key, self._algorithm, self._tile
+        rule = self._outer_lr, self._momentum, self._nesterov, self._owner.name, self._algorithm
         schedule = self._turns.period, self._turns.delay, self._mixing, self._weighted
         arrays = self._names, self._forms, self.fragments
         return hashlib.sha256(f"{codecs.identity(self._codec)} {rule} {schedule} {arrays}".encode()).digest()

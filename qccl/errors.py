@@ -15,8 +15,11 @@ Each message says what was given, what is allowed, and what to do. Authors of co
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 __all__ = ["ArgumentError", "CodecError", "CollectiveTimeout", "EngineError", "InvalidBufferError", "MismatchError"]
-__all__ += ["PeerLost", "QcclError", "described", "failure_text", "forked", "gave_up"]
+__all__ += ["PeerLost", "QcclError", "described", "failure_text", "forked", "gave_up", "is_own", "own", "ranks_text"]
 
 
 class QcclError(Exception):
@@ -65,8 +68,26 @@ def gave_up(rank: int, error: BaseException) -> QcclError:
 
 
 def failure_text(rank: int, error: BaseException) -> str:
-    """The message to the other ranks about an exception of ``rank``."""
+    """The message to the other ranks about an exception of ``rank``: the error's own if it says which rank failed."""
+    if isinstance(error, PeerLost | MismatchError | CollectiveTimeout) and re.search(r"\branks? \[?\d", str(error)):
+        return str(error)
     return f"rank {rank} gave up: {described(error)}"
+
+
+def own(error: QcclError) -> QcclError:
+    """Mark an error as a transport's own: a signal handler of the program may raise an error of the same type."""
+    error.__dict__["is_own"] = True
+    return error
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether an error was marked by own()."""
+    return "is_own" in getattr(error, "__dict__", ())
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks by number, e.g. "rank 1" or "ranks 1, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def described(error: BaseException) -> str:

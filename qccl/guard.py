@@ -88,8 +88,15 @@ def guarded(method: _F) -> _F:
     return cast(_F, call)
 
 
-def is_guard(function: Any) -> None:
-    """Let is_under_way() and is_inside() find the frames of a function that does the same as guarded()."""
+def is_guard(function: Any, *, settles: bool = True) -> None:
+    """Let abandoned() and is_inside() find the frames of a function that does the same as guarded().
+
+    They read the variables ``session`` and, if the function ``settles`` marks, ``before`` of its frame. Raises
+    TypeError if it has no such variables.
+    """
+    names = {"session", "before"} if settles else {"session"}
+    if lacking := names - {*function.__code__.co_varnames}:
+        raise TypeError(f"the guard {function.__qualname__} lacks the variables {sorted(lacking)}")
     _guards.add(function.__code__)
 
 

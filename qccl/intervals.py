@@ -51,14 +51,14 @@ class IntervalMap(Generic[C]):
         if first < len(self._cells) and self._starts[first] == start:
             if self._cells[first].stop == stop:
                 return first, first + 1
-        else:
+        elif first and self._cells[first - 1].stop > start:
             self._split(first, start)
         last = bisect_left(self._starts, stop)
-        self._split(last, stop)
+        if last and self._cells[last - 1].stop > stop:
+            self._split(last, stop)
         return first, last
 
     def _split(self, index: int, at: int) -> None:
-        """Split the cell before ``index`` if it reaches beyond ``at``."""
-        if index and self._cells[index - 1].stop > at:
-            self._cells.insert(index, self._cells[index - 1].split(at))
-            self._starts.insert(index, at)
+        """Split the cell before ``index``, which reaches beyond ``at``."""
+        self._cells.insert(index, self._cells[index - 1].split(at))
+        self._starts.insert(index, at)

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import logging
 import os
-import socket
 from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from qccl.arguments import integer, setup_timeout, timeout_of
 from qccl.cuda.libraries import device_count, pick_device
 from qccl.errors import ArgumentError, EngineError, MismatchError, QcclError
-from qccl.launchers import Launcher, check_alone, check_size, detect, frameworks, is_of_srun, remedy
+from qccl.launchers import Launcher, check_alone, check_rank, check_size, detect, frameworks, is_of_srun, remedy
+from qccl.machine_name import machine_name
 from qccl.meetings import (
     Meeting,
     alone,
-    connect_by,
+    connect,
     connected_transport,
     gather_offers,
-    obstacle,
     of_address,
     of_jax,
     of_launcher,
     of_torch,
-    offer_of,
-    wanted_transport,
 )
-from qccl.transports.choice import TRUSTED_NETWORK, Offer
+from qccl.removed import check_variables
+from qccl.transports.choice import TRUSTED_NETWORK, Offer, obstacle, refusal_of_mpi, wanted_transport
 from qccl.transports.join_address import JoinAddress
-from qccl.transports.secret import is_insecure, token_key
+from qccl.transports.secret import is_insecure
 from qccl.transports.sockets import host_and_port, place_text
 from qccl.transports.strangers import printable
 
@@ -38,12 +37,9 @@ if TYPE_CHECKING:
     from qccl.communicator import Communicator
     from qccl.costs.group import GroupProfile
 
-__all__ = ["has_mpi", "init", "join", "uses_mpi"]
+__all__ = ["init", "join", "uses_mpi"]
 
 _log = logging.getLogger("qccl")
-
-#: all ranks have GPUs; one has none; they were asked for different things
-_YES, _NO, _MIXED = b"+", b"-", b"x"
 
 
 def init(
@@ -80,14 +76,15 @@ def init(
 
     Raises:
         ArgumentError: a value is not allowed; the profile is another group's; MPI has another number of ranks than the
-            launcher; or this is a single rank although the environment, torch.distributed, jax.distributed or mpi4py
-            says that there are more.
+            launcher; a launcher's numbers are out of range, or contradict those of another launcher; or this is a
+            single rank although a variable, torch.distributed, jax.distributed or mpi4py says that there are more.
         MismatchError: the ranks passed different backends, or have different profiles. If only some have one, a later
             call raises it.
         CollectiveTimeout: not every rank called init() in time.
         EngineError: the backend cannot be used on this machine, or the ranks have no transport in common; the message
             says why.
     """
+    check_variables()
     setup_timeout(timeout)  # raises, before anything is opened
     loaded = _profile(profile)
     if backend not in ("auto", "host", "cuda"):
@@ -95,10 +92,10 @@ def init(
     if backend == "host" and device is not None:
         raise ArgumentError(f"device={device!r} was given, but the host backend has no devices; leave it out")
     device = None if device is None else integer(device, "device")
-    must = backend == "cuda" or device is not None
+    backend = backend if device is None else "cuda"
     wanted = wanted_transport(transport)
-    meeting = _given(rank, size, address) or _find_meeting(detect(), wanted)
-    comm = _communicator(meeting, wanted, backend, device, timeout, must=must)
+    meeting = _given(rank, size, address) or _find_meeting(wanted)
+    comm = _communicator(meeting, wanted, backend, device, timeout)
     if loaded is not None:
         try:
             comm._adopt(loaded)
@@ -110,25 +107,26 @@ def init(
 
 
 def _communicator(
-    meeting: Meeting | None, wanted: str | None, backend: str, device: int | None, timeout: float | None, *, must: bool
+    meeting: Meeting | None, wanted: str | None, backend: str, device: int | None, timeout: float | None
 ) -> Communicator:
-    """The ranks of the meeting, or of MPI; ``must``: on their GPUs."""
+    """The ranks of the meeting, or of MPI."""
     from qccl.communicator import Communicator
 
     setup = setup_timeout(timeout)
     if meeting is None:
-        return _by_mpi(backend, device, timeout, must=must)
+        return _by_mpi(backend, device, timeout)
     with contextlib.closing(meeting):
-        offers = _offers(meeting, "cuda" if must else backend, wanted, setup)
+        offers = _offers(meeting, backend, wanted, setup)
         comm = None if backend == "host" else _on_gpus(meeting, offers, device, timeout)
-        return comm or Communicator._from_transport(connect_by(meeting, offers, setup), timeout=timeout)
+        return comm or Communicator._from_transport(connect(meeting, setup, offers=offers), timeout=timeout)
 
 
 def _profile(given: str | os.PathLike[str] | GroupProfile | None) -> GroupProfile | None:
     """The profile that the program or QCCL_PROFILE names. Raises ArgumentError for a file that is none."""
     from qccl.costs.group import GroupProfile
 
-    given = given or os.environ.get("QCCL_PROFILE") or None
+    if given is None:
+        given = os.environ.get("QCCL_PROFILE") or None
     if given is None or isinstance(given, GroupProfile):
         return given
     if not isinstance(given, str | os.PathLike):
@@ -151,6 +149,7 @@ def join(address: str, timeout: float = 60.0) -> Communicator:
 
     Raises ArgumentError if ``address`` is not one, or has no secret, unless QCCL_INSECURE=1 is set.
     """
+    check_variables()
     from qccl.communicator import Communicator
 
     timeout = timeout_of(timeout)
@@ -163,7 +162,11 @@ def join(address: str, timeout: float = 60.0) -> Communicator:
     transport, calls = connected_transport(found.transport).join(
         found.place, timeout, found.secret, encrypts=found.encrypts
     )
-    return Communicator._joined(transport, calls, timeout)
+    try:
+        return Communicator._joined(transport, calls, timeout)
+    except BaseException:
+        transport.close()
+        raise
 
 
 def _given(rank: int | None, size: int | None, address: str | None) -> Meeting | None:
@@ -178,83 +181,88 @@ def _given(rank: int | None, size: int | None, address: str | None) -> Meeting |
             f"port on the machine of rank 0"
         )
     rank, size = integer(rank, "rank"), integer(size, "size")
-    if not 0 <= rank < size:
-        raise ArgumentError(f"rank {rank} of {size} ranks does not exist; ranks are 0 to size - 1")
+    check_rank(rank, size)
     return of_address("qccl.init()", rank, size, place)
 
 
-def _find_meeting(launcher: Launcher | None, wanted: str | None) -> Meeting | None:
+def _find_meeting(wanted: str | None) -> Meeting | None:
     """How the ranks find each other; None: by MPI. Raises ArgumentError where two sources say different sizes."""
-    if launcher is not None and launcher.size > 1:
-        for name, size, _ in frameworks():
-            if size not in (1, launcher.size):
+    joined = {name: size for name, size, _ in frameworks() if size > 1}
+    launcher = detect(allows_halves=bool(joined))
+    if launcher is not None and launcher.size > 1 and not (launcher.processes == 1 and joined):
+        for name, size in joined.items():
+            if size != launcher.size:
                 raise ArgumentError(f"{launcher.name} started {launcher.size} ranks, but {name} has {size}")
         if launcher.name == "sbatch":
             check_size(launcher, 1)  # raises: a batch script runs once
         return None if uses_mpi(launcher, wanted) else of_launcher(launcher)
-    for name, size, _ in frameworks():
-        if size > 1 and name == "torch.distributed":
-            return of_torch()
-        if size > 1 and name == "jax.distributed":
-            return of_jax()
+    if "torch.distributed" in joined:
+        return of_torch()
+    if "jax.distributed" in joined:
+        return of_jax()
     check_alone()
     return alone()
 
 
-def has_mpi(launcher: Launcher, wanted: str | None) -> bool:
-    """Whether MPI carries the bytes: it is ``wanted``, or mpi4py is there and the launcher is one of MPI's.
-
-    With a token it must be wanted, because MPI does not encrypt, unless QCCL_INSECURE says that nothing need be.
-    """
-    if wanted:
-        return wanted == "mpi"
-    if launcher.name in ("torchrun", "Kubernetes") or (launcher.name == "srun" and "MASTER_ADDR" in os.environ):
-        return False
-    if token_key() is not None and not is_insecure():
-        return False
-    return importlib.util.find_spec("mpi4py") is not None
-
-
 def uses_mpi(launcher: Launcher, wanted: str | None) -> bool:
-    """Whether MPI brings the ranks together, after it was started where srun has started the ranks.
+    """Whether MPI brings the ranks together: it carries the bytes, was loaded, and below srun it knows the ranks.
 
-    srun starts programs of every MPI library, and does not know whether the library fits. If MPI then does not know the
-    ranks, they use another transport. Otherwise as has_mpi(), which looks only at the environment.
+    srun starts programs of every MPI library, and does not know whether the library fits. Ranks that MPI does not know,
+    and ranks whose mpi4py finds no library, use another transport.
     """
-    if wanted or not has_mpi(launcher, wanted) or not is_of_srun(launcher):
-        return has_mpi(launcher, wanted)
+    if refusal_of_mpi(launcher, wanted):
+        return False
+    if wanted:
+        return True
+    who = launcher.rank, launcher.size
     try:
-        from qccl.transports.mpi import world_size
-
-        if world_size() == launcher.size:
-            return True
-        reason = remedy(launcher)
-    except (ImportError, RuntimeError) as error:  # mpi4py finds no library
-        reason = str(error).partition("\n")[0]
-    if obstacle("ucx") and obstacle("gloo"):
-        return True  # MPI's error says what to do
-    _log.info(
-        "rank %d of %d goes on without MPI, which does not know srun's ranks: %s", launcher.rank, launcher.size, reason
-    )
+        mpi = _load_mpi()
+    except EngineError as error:
+        if not _has_other_transport():
+            raise
+        _log.warning("rank %d of %d goes on without MPI: %s", *who, error)
+        return False
+    if not is_of_srun(launcher) or mpi.world_size() == launcher.size or not _has_other_transport():
+        return True
+    _log.info("rank %d of %d goes on without MPI, which does not know srun's ranks: %s", *who, remedy(launcher))
     return False
 
 
-def _by_mpi(backend: str, device: int | None, timeout: float | None, *, must: bool) -> Communicator:
+def _has_other_transport() -> bool:
+    """Whether this process can use another transport than MPI; otherwise MPI's error says what to do."""
+    return not (obstacle("ucx") and obstacle("gloo"))
+
+
+def _load_mpi() -> ModuleType:
+    """qccl.transports.mpi. Raises EngineError if mpi4py is missing, or finds no library."""
+    try:
+        return importlib.import_module("qccl.transports.mpi")
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise EngineError(
+            f"mpi4py cannot be used ({reason}); install qccl[mpi], or mpi4py alone where the machine has its own MPI, "
+            f"or allow another transport, such as UCX (QCCL_TRANSPORT=ucx)"
+        ) from error
+
+
+def _by_mpi(backend: str, device: int | None, timeout: float | None) -> Communicator:
     """The ranks of MPI's world: on GPUs if all have one, otherwise on the host."""
     from qccl.communicator import Communicator
-    from qccl.transports.mpi import MpiTransport
 
     setup = setup_timeout(timeout)
-    transport = MpiTransport.world(setup)
+    transport = _load_mpi().MpiTransport.world(setup)
     launcher = detect()
     assert launcher is not None  # _find_meeting()
     check_size(launcher, transport.size)
     if backend != "host":
-        kind, text = _verdict(transport.allgather(_note(must, "" if must else _too_few(transport.local_size)), setup))
-        if kind == _MIXED:
+        own = f"{backend} {_too_few(transport.local_size) if backend == 'auto' else ''}"
+        notes = [note.partition(b" ") for note in transport.allgather(own.encode(), setup)]
+        try:
+            _check_asked([printable(asked) for asked, _, _ in notes])
+        except MismatchError:
             transport.close()
-            raise MismatchError(text)
-        if kind == _YES:
+            raise
+        if not _first_reason([reason for _, _, reason in notes]):
             return Communicator._over(transport, device, timeout)
     trusted = f"; {TRUSTED_NETWORK}" if len(set(transport.nodes)) > 1 else ""
     who = transport.rank, transport.size
@@ -268,21 +276,19 @@ def _offers(meeting: Meeting, backend: str, wanted: str | None, setup: float) ->
     Whether this rank has a GPU at all, and the offers of transports, are one message: without GPUs no other is needed.
     """
     no_gpu = _too_few(1) if backend == "auto" else ""
-    if meeting.size == 1:
-        return [Offer(host=socket.gethostname(), backend=backend, no_gpu=no_gpu)]
-    own = offer_of(meeting, wanted)._replace(host=socket.gethostname(), backend=backend, no_gpu=no_gpu)
-    offers = gather_offers(meeting, own, setup)
-    for rank, offer in enumerate(offers):
-        if offer.backend != offers[0].backend:
-            raise MismatchError(
-                f"rank {rank} called init() with {_asked(offer)}, and rank 0 with {_asked(offers[0])}; all ranks must "
-                f"be given the same"
-            )
+    offers = gather_offers(meeting, setup, wanted, host=machine_name(), backend=backend, no_gpu=no_gpu)
+    _check_asked([offer.backend for offer in offers])
     return offers
 
 
-def _asked(offer: Offer) -> str:
-    return f"backend={offer.backend!r}{' or a device' if offer.backend == 'cuda' else ''}"
+def _check_asked(backends: Sequence[str]) -> None:
+    """Raise MismatchError if the ranks were asked for different backends."""
+    for rank, each in enumerate(backends):
+        if each != backends[0]:
+            this, first = (f"backend={x!r}{' or a device' if x == 'cuda' else ''}" for x in (each, backends[0]))
+            raise MismatchError(
+                f"rank {rank} called init() with {this}, and rank 0 with {first}; all ranks must be given the same"
+            )
 
 
 def _on_gpus(
@@ -309,8 +315,8 @@ def _on_gpus(
         if meeting.size == 1:
             raise
         reason = str(error).partition("\n")[0]
-    kind, text = _verdict(meeting.gather(_note(must, reason), setup))
-    if kind == _YES:
+    text = _first_reason(meeting.gather(_note(reason), setup))
+    if not text:
         unique_id = agreed_id(meeting.rank, lambda note: meeting.gather(note, setup))
         return Communicator(unique_id, meeting.rank, meeting.size, timeout=timeout, device=chosen)
     if must:
@@ -324,21 +330,11 @@ def _too_few(ranks: int) -> str:
     return "" if count >= ranks else f"its machine has {count} usable GPUs for {ranks} ranks"
 
 
-def _note(must: bool, reason: str) -> bytes:
-    """What a rank brings: whether it was asked for GPUs, and what keeps it from one."""
-    return (b"!" if must else b"?") + reason.encode(errors="backslashreplace")
+def _note(reason: str) -> bytes:
+    """For the other ranks: what keeps this one from a GPU."""
+    return reason.encode(errors="backslashreplace")
 
 
-def _verdict(notes: Sequence[bytes]) -> tuple[bytes, str]:
-    """What follows from all ranks' notes, and why."""
-    must = [rank for rank, note in enumerate(notes) if note[:1] == b"!"]
-    if 0 < len(must) < len(notes):
-        other = next(rank for rank in range(len(notes)) if rank not in must)
-        return _MIXED, (
-            f'rank {must[0]} called init() with backend="cuda" or a device, and rank {other} with backend="auto"; all '
-            f"ranks must be given the same"
-        )
-    for rank, note in enumerate(notes):
-        if note[1:]:
-            return _NO, f"rank {rank}: {printable(note[1:])}"
-    return _YES, ""
+def _first_reason(notes: Sequence[bytes]) -> str:
+    """The reason that keeps a rank from its GPU, with the rank; nothing if all have one."""
+    return next((f"rank {rank}: {printable(note)}" for rank, note in enumerate(notes) if note), "")

@@ -6,10 +6,8 @@ same profile. Sums of times are exact, by math.fsum: the result of sum() depends
 differ between ranks. It is the mean because ranks begin a call at different times: with two ranks, one waits longer by
 what the other waits less.
 
-The sizes are chosen by what is unknown. At first a small call and larger ones are timed, as large as time permits. Then
-sizes between two others follow, where two ways to make the call may be equally fast: only there an exact time matters.
-Last, the ways that are nearly equally fast at a size are timed again, until the time is over. A way that falls behind
-more and more is not timed with larger calls.
+All ways to make a call are timed at the same sizes: a small one, and larger ones by a fixed factor, as large as time
+permits. Then all sizes are timed again, until the time is over.
 
 A measurement also ends within half of the group's timeout. If that is too short for calls of two sizes, or if a rank
 has no memory for them, there are no times, on all ranks alike.
@@ -25,7 +23,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -34,7 +31,7 @@ from qccl.arrays import Values
 from qccl.codecs import Codec
 from qccl.codecs.floats import from_float32
 from qccl.collectives import COLLECTIVES, CollectiveSpec, spec_of_plan, ways
-from qccl.collectives.explain import crossing_nbytes
+from qccl.collectives.topology import crossing_nbytes
 from qccl.costs.group import Curve, Label, Prediction
 from qccl.dtypes import FLOAT32, DType
 from qccl.engine.base import Request, Rig
@@ -49,13 +46,11 @@ __all__ = ["candidates", "measure"]
 _LIMIT = 0.7
 #: a measurement takes no longer than this part of the timeout
 _OF_TIMEOUT = 0.5
-#: elements of the first calls, and the factor between sizes at first
-_LEAST, _STEP = 256, 32
+#: elements of the first calls, and the factor between sizes
+_LEAST, _STEP = 256, 16
 #: if the calls of a size take more seconds together, the network delays them: one time of each must do, and the second
 #: size is larger by this factor, because a delay says nothing about the rate
 _LONG, _LONG_STEP = 0.06, 256
-#: sizes are not made nearer to each other than by this factor
-_NEAR = 2.0
 #: seconds in which the calls of one size are repeated, how often at most, and the fewest repetitions that count
 _SLICE, _ROUNDS, _FEWEST = 0.04, 25, 3
 #: so many calls follow each other in a repetition, after one that is not timed, if those of a size take fewer seconds
@@ -65,13 +60,9 @@ _BURST, _SHORT = 4, 0.01
 _LOW = 4
 #: agreements before the first time
 _WARM = 2
-#: a way that takes so many times as long as the fastest may become the fastest at a near size
-_RIVAL = 1.3
-#: a way that takes so many times as long as the fastest may in fact be the fastest: it is timed again, so often at
-#: most, and sizes get only this part of the time before. The first times of short calls are too long, with cold caches
-_EQUAL, _AGAIN, _OTHERS = 1.15, 6, 0.7
-#: a way that takes so many times as long, and loses more with each element by this factor, is not timed any further
-_HOPELESS, _STEEPER = 2.0, 1.3
+#: a size is timed again so often at most, and first times take this part of the time: those of short calls are too
+#: long, with cold caches
+_AGAIN, _FIRST = 3, 0.7
 #: begins the keys of the state that codecs keep meanwhile
 _KEY = "\0measured "
 #: elements of a call that counts as large
@@ -149,10 +140,9 @@ class _Measurement:
         self._session, self._rig, self._nodes, self._calls = session, rig, nodes, calls
         self._dtype = next(iter(calls.values())).dtype
         self._samples: dict[Label, dict[int, list[float]]] = {label: {} for label in calls}
-        self._going = list(calls)  # the ways that are timed with larger calls, too
         self._density: dict[Label, float] = {}
         self._order = random.Random(0)  # random() is the same on all ranks, whatever their versions of Python
-        self._visits: dict[int, int] = {}  # how often the ways of a size were timed again
+        self._visits: dict[int, int] = {}  # by size: how often it was timed
         self._numbers = _ROUNDS * len(calls) + 1
         spec = spec_of_plan("all_gather", session.size * self._numbers, "float32", "none", None, {})
         self._own, self._all = (self._array(name, FLOAT32, spec, 0) for name in ("input", "output"))
@@ -164,7 +154,7 @@ class _Measurement:
 
     def run(self) -> dict[Label, Curve] | str:
         """Measure until nothing is unknown, or the time is over."""
-        first = self._prepared(_LEAST, self._going)  # on CUDA kernels are compiled, which is not to be measured
+        first = self._prepared(_LEAST)  # on CUDA kernels are compiled, which is not to be measured
         self._begin = time.monotonic()
         permitted = _OF_TIMEOUT * self._session.engine.timeout
         for _ in range(_WARM):  # makes the connections
@@ -175,18 +165,18 @@ class _Measurement:
         if refusal := self._refusal(3 * len(first) * trip, permitted):
             return refusal
         self._limit = min(_LIMIT, permitted)
-        self._time_calls(_LEAST, self._going, first)
+        self._time_calls(_LEAST, first)
         together = math.fsum(samples[self._whole(_LEAST)][0] for samples in self._samples.values())
         if refusal := self._refusal(2 * together, permitted):
             return refusal
         second = min(self._most, _LEAST * (_LONG_STEP if together > _LONG else _STEP))
         if self._whole(second) == self._whole(_LEAST):
             return f"there is memory for calls of {self._most} elements only"
-        self._prepared(second, self._going[:1])[0]()  # TCP's window grows
-        self._time_calls(second, self._going)
+        self._prepared(second)[0]()  # TCP's window grows
+        self._time_calls(second)
         try:
-            while (found := self._next()) is not None:
-                self._time_calls(*found)
+            while (count := self._next()) is not None:
+                self._time_calls(count)
         except _CannotCall:
             pass  # a rank has no memory for the next call: what was measured must do
         return {label: self._curve(label) for label in self._calls}
@@ -202,14 +192,11 @@ class _Measurement:
 
     # -- times ---------------------------------------------------------------------------------------------------------
 
-    def _time_calls(
-        self, count: int, labels: Sequence[Label], calls: Sequence[Callable[[], None]] | None = None
-    ) -> None:  # fmt: skip
-        """Time a call of about ``count`` elements for each label, repeatedly and in changing order if it is short."""
+    def _time_calls(self, count: int, calls: Sequence[Callable[[], None]] | None = None) -> None:
+        """Time calls of about ``count`` elements, repeatedly and in changing order if they are short."""
         count, seconds = self._whole(count), self._rig.seconds
-        is_first = not self._samples[labels[0]]
-        calls = calls or self._prepared(count, labels)
-        if not is_first and self._has_time(count, labels, 2):
+        calls = calls or self._prepared(count)
+        if self._visits and self._has_time(count, 2):
             for call in calls:  # the timed one meets no fresh memory
                 call()
         found = [[each] for each in self._agree([seconds(call, 1) for call in calls])]
@@ -219,10 +206,9 @@ class _Measurement:
             left = max(0.0, min(_SLICE * burst, self._limit - self._elapsed))
             rounds = max(_FEWEST, min(_ROUNDS, int(left / together / (1 + burst))))
             found = self._repeated(calls, rounds, burst)
-        for label, each in zip(labels, found, strict=True):
-            self._samples[label].setdefault(count, []).extend(each)
-        if len(self._samples[labels[0]]) > 1:
-            self._drop_hopeless()
+        for samples, each in zip(self._samples.values(), found, strict=True):
+            samples.setdefault(count, []).extend(each)
+        self._visits[count] = self._visits.get(count, 0) + 1
 
     def _repeated(self, calls: Sequence[Callable[[], None]], rounds: int, burst: int) -> list[list[float]]:
         """The mean times of ``burst`` calls in a row, for each call and round."""
@@ -258,9 +244,9 @@ class _Measurement:
         """So many elements, or a few more, so that all ranks have equal parts."""
         return -(-count // self._session.size) * self._session.size
 
-    def _prepared(self, count: int, labels: Iterable[Label]) -> list[Callable[[], None]]:
+    def _prepared(self, count: int) -> list[Callable[[], None]]:
         """The calls of about ``count`` elements. All on the same arrays, which are those of the calls before, too."""
-        specs = {label: replace(self._calls[label], count=self._whole(count)) for label in labels}
+        specs = {label: replace(call, count=self._whole(count)) for label, call in self._calls.items()}
         arrays, end = self._arrays(specs.values())
         if end > self._filled:
             values = np.random.default_rng(self._session.rank).standard_normal(_VALUES, np.float32)
@@ -338,53 +324,22 @@ class _Measurement:
 
     # -- what is next --------------------------------------------------------------------------------------------------
 
-    def _next(self) -> tuple[int, Sequence[Label]] | None:
-        """The next number of elements, and the calls to time; None: there is nothing more, or no time for it."""
-        sizes = sorted({count for samples in self._samples.values() for count in samples})
-        larger = min(sizes[-1] * _STEP, self._most)
-        while larger >= 2 * sizes[-1]:
-            if self._has_time(larger, self._going, 2, _OTHERS):
-                return larger, self._going
+    def _next(self) -> int | None:
+        """The next number of elements; None: there is nothing more, or no time for it."""
+        largest = max(self._visits)
+        larger = min(largest * _STEP, self._most)
+        while larger >= 2 * largest:
+            if self._has_time(larger, 2, _FIRST):
+                return larger
             larger //= 4
-        gaps = sorted(pairwise(sizes), key=lambda gap: gap[0] / gap[1])
-        for low, high in gaps:
-            middle = round(math.sqrt(low * high))
-            rivals = self._rivals(_RIVAL, low, middle, high)
-            if high > _NEAR**2 * low and len(rivals) > 1 and self._has_time(middle, rivals, 2, _OTHERS):
-                return middle, rivals
-        for count in sorted(sizes, key=lambda size: self._visits.get(size, 0)):
-            rivals = self._rivals(_EQUAL, count)
-            if self._visits.get(count, 0) < _AGAIN and len(rivals) > 1 and self._has_time(count, rivals):
-                self._visits[count] = self._visits.get(count, 0) + 1
-                return count, rivals
-        return None
+        again = (count for count in sorted(self._visits, key=self._visits.__getitem__) if self._has_time(count))
+        return next((count for count in again if self._visits[count] <= _AGAIN), None)
 
-    def _has_time(self, count: int, labels: Sequence[Label], times: int = 1, part: float = 1.0) -> bool:
+    def _has_time(self, count: int, times: int = 1, part: float = 1.0) -> bool:
         """Whether the calls can be made so many times within a part of the time."""
-        needed = math.fsum(self._prediction().seconds(label, count) for label in labels)
-        return bool(labels) and self._elapsed + times * needed < part * self._limit
-
-    def _rivals(self, factor: float, *counts: int) -> list[Label]:
-        """The ways that are nearly the fastest at one of these numbers of elements."""
-        found, prediction = set(), self._prediction()
-        for count in counts:
-            times = {label: prediction.seconds(label, count) for label in self._calls}
-            found |= {label for label, each in times.items() if each <= factor * min(times.values())}
-        return [label for label in self._calls if label in found]
-
-    def _drop_hopeless(self) -> None:
-        """Time no larger calls in ways that fall behind."""
-        prediction, largest = self._prediction(), max(max(samples) for samples in self._samples.values())
-        times = {label: prediction.seconds(label, largest) for label in self._calls}
-        best = min(times, key=times.__getitem__)
-        self._going = [
-            label
-            for label in self._going
-            if times[label] < _HOPELESS * times[best] or prediction.of_more(label) < _STEEPER * prediction.of_more(best)
-        ]
-
-    def _prediction(self) -> Prediction:
-        return Prediction({label: self._curve(label) for label in self._calls})
+        prediction = Prediction({label: self._curve(label) for label in self._calls})
+        needed = math.fsum(prediction.seconds(label, count) for label in self._calls)
+        return self._elapsed + times * needed < part * self._limit
 
     def _curve(self, label: Label) -> Curve:
         """What was measured, smoothed."""

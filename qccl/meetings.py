@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import itertools
 import logging
 import os
@@ -21,18 +20,17 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qccl.ancestors import ancestors
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError
 from qccl.launchers import Launcher
 from qccl.transports import tls
 from qccl.transports.choice import Offer, choose, is_alone
-from qccl.transports.relayed import relay_of
+from qccl.transports.network import Network, own_address
 from qccl.transports.rendezvous import Rendezvous, meeting_place
-from qccl.transports.secret import derive, draw, is_insecure, job_secret, token_key
+from qccl.transports.secret import derive, draw, job_secret, token_key
 from qccl.transports.strangers import printable
-from qccl.transports.topology import memory_id, network_id
 
 if TYPE_CHECKING:
     from qccl.transports.base import Transport
@@ -42,18 +40,14 @@ __all__ = [
     "Meeting",
     "alone",
     "connect",
-    "connect_by",
     "connected_transport",
     "first_host",
     "gather_offers",
-    "obstacle",
     "of_address",
     "of_jax",
     "of_launcher",
     "of_store",
     "of_torch",
-    "offer_of",
-    "wanted_transport",
 ]
 
 _log = logging.getLogger("qccl")
@@ -77,6 +71,8 @@ class Meeting:
         port: a port of ``host`` that is free once the ranks have met; None: unknown.
         group: the process group of torch.distributed that brings the ranks together, if one does.
         store: of torch.distributed, which only these ranks use, if they have one.
+        own_address: -> the number of this machine's address for rank 0, or of rank 0's for another machine, if the
+            meeting has found it.
         close: ends the meeting's connections, if it has any. Idempotent.
     """
 
@@ -88,6 +84,7 @@ class Meeting:
     port: int | None = None
     group: Any = None
     store: Any = None
+    own_address: Callable[[], str | None] = lambda: None
     close: Callable[[], None] = lambda: None
 
 
@@ -105,12 +102,11 @@ def of_address(
     is no OpenSSL.
     """
     key = None if (token := token_key()) is None else derive(token, "meeting")
-    relay = relay_of()
     if key:
         tls.load_library()
 
-    met = Rendezvous(rank, size, place, job, is_local=is_local, key=key, relay=relay)
-    return Meeting(name, rank, size, met.gather, *place, close=met.close)
+    met = Rendezvous(rank, size, place, job, is_local=is_local, key=key)
+    return Meeting(name, rank, size, met.gather, *place, own_address=met.own_address, close=met.close)
 
 
 def of_launcher(launcher: Launcher) -> Meeting:
@@ -120,7 +116,7 @@ def of_launcher(launcher: Launcher) -> Meeting:
     return of_address(launcher.name, launcher.rank, launcher.size, place, job, is_local=is_local)
 
 
-#: variables that name a job, the same on all its ranks
+#: variables that name a job, the same on all its ranks; the first one is torchrun's
 _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
 #: and those that tell the steps of a job of Slurm apart, also those of the groups of a heterogeneous job
 _STEP_NAMES = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
@@ -129,9 +125,8 @@ _STEP_PREFIXES = ("SLURM_HET_", "SLURM_PACK_")
 
 def _job(launcher: Launcher, environ: Mapping[str, str]) -> str:
     """The name of the ranks' job: rank 0 takes only ranks that know it."""
-    name = next((name for name in _JOB_NAMES if environ.get(name)), "")
-    if launcher.name == "srun":
-        name = "SLURM_JOB_ID"
+    usable = {"torchrun": _JOB_NAMES, "srun": ("SLURM_JOB_ID",)}.get(launcher.name, _JOB_NAMES[1:])
+    name = next((name for name in usable if environ.get(name)), "")
     names = [name] if name else []
     # a step has all ranks, unless they were started by several, each with other numbers
     if name == "SLURM_JOB_ID" and environ.get("SLURM_STEP_NUM_TASKS") == str(launcher.size):
@@ -143,24 +138,13 @@ def _job(launcher: Launcher, environ: Mapping[str, str]) -> str:
 
 
 def _mpiexec() -> str:
-    """The process of MPICH's mpiexec above this one, or else the parent, the same for all ranks of a machine."""
-    own = pid = os.getppid()
-    while pid > 1:
-        name, parent, begin = _process(pid)
-        if name.startswith("hydra"):
-            return f"{pid} {begin}"
-        pid = parent
-    return f"{own} {_process(own)[2]}"
+    """The process of MPICH's mpiexec above this one, or else the parent, the same for all ranks of a machine.
 
-
-def _process(pid: int) -> tuple[str, int, str]:
-    """Name, parent and time of the begin of a process."""
-    try:
-        head, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
-        fields = rest.split()
-        return head.partition("(")[2], int(fields[1]), fields[19]
-    except (OSError, IndexError, ValueError):
-        return "", 0, ""
+    An empty text in the first process of a container, which has no parent there.
+    """
+    found = list(ancestors())
+    mpiexecs = [each for each in found if each.name.startswith("hydra")]
+    return next((f"{each.pid} {each.begin}" for each in mpiexecs + found), "")
 
 
 def _is_local(launcher: Launcher, environ: Mapping[str, str]) -> bool:
@@ -190,10 +174,12 @@ def _place(launcher: Launcher, environ: Mapping[str, str], job: str, *, is_local
 
 
 def _check_name(host: str) -> None:
-    """Raise EngineError at once on all ranks where Slurm's name of a node is none of the network."""
+    """Raise EngineError at once on all ranks if the network does not know Slurm's name of a node."""
     try:
         socket.getaddrinfo(host, None)
     except socket.gaierror as error:
+        if error.errno == socket.EAI_AGAIN:
+            return  # the name service does not answer; the meeting tries again
         raise EngineError(
             f"the address of rank 0's node, {host!r}, cannot be found ({error}); set MASTER_ADDR to the host of rank 0 "
             f"as the other nodes know it, and MASTER_PORT to a free port there"
@@ -340,29 +326,28 @@ def _collect(get: Callable[[int, float], bytes], ranks: Iterable[int], deadline:
 
 # -- transports ------------------------------------------------------------------------------------------------------
 
-_TRANSPORTS = ("mpi", "ucx", "gloo", "wan")
 
-
-def connect(meeting: Meeting, timeout: float, wanted: str | None = None) -> Transport:
-    """Collective: the transport that choice.py chooses by what all ranks have, connected.
-
-    ``wanted`` is the only one allowed (see wanted_transport()). Raises EngineError with a rank's reason where they have
-    none in common, MismatchError where their tokens differ.
-    """
+def gather_offers(meeting: Meeting, timeout: float, wanted: str | None = None, **more: str) -> list[Offer]:
+    """Collective: what all ranks bring; ``more``: fields of this rank's offer. A meeting of one has no others."""
     if meeting.size == 1:
-        return connect_by(meeting, (), timeout)
-    return connect_by(meeting, gather_offers(meeting, offer_of(meeting, wanted), timeout), timeout)
-
-
-def gather_offers(meeting: Meeting, own: Offer, timeout: float) -> list[Offer]:
-    """Collective: what all ranks bring; ``own``: offer_of() this one."""
+        return [Offer(**more)]
+    if meeting.port is meeting.group is meeting.store is None:
+        more["gloo"] = f"{meeting.name} has no port for it"
+    own = Offer.here(wanted, drawn="" if meeting.rank else draw().hex(), **more)
     offers = [Offer.of(rank, note) for rank, note in enumerate(meeting.gather(own.note(), timeout))]
     offers[meeting.rank] = own._replace(drawn=offers[meeting.rank].drawn)
     return offers
 
 
-def connect_by(meeting: Meeting, offers: Sequence[Offer], timeout: float) -> Transport:
-    """As connect(), by the offers of all ranks, which are not used in a meeting of one."""
+def connect(
+    meeting: Meeting, timeout: float, wanted: str | None = None, offers: Sequence[Offer] | None = None
+) -> Transport:
+    """Collective: the transport that choice.py chooses by what all ranks have, connected.
+
+    ``wanted`` is the only one allowed (see wanted_transport()); ``offers``: if they are gathered already. Raises
+    EngineError with a rank's reason where they have none in common, MismatchError where their tokens differ.
+    """
+    offers = offers or gather_offers(meeting, timeout, wanted)
     if meeting.size == 1:
         from qccl.transports.loopback import LoopbackGroup
 
@@ -371,8 +356,10 @@ def connect_by(meeting: Meeting, offers: Sequence[Offer], timeout: float) -> Tra
     who = meeting.rank, meeting.size, meeting.name
     _log.info("rank %d of %d (%s) uses the transport %s: %s", *who, chosen.name, chosen.why)
     if chosen.name == "gloo":
+        network = Network.towards(meeting.host, is_local=chosen.is_local)
+        own = own_address(network, meeting.own_address())
         meeting.close()  # it may listen at the same port
-        return _over_gloo(meeting, timeout)
+        return _over_gloo(meeting, own, timeout)
     secret = job_secret(bytes.fromhex(offers[0].drawn), token_key()) if chosen.has_secret else None
     transport = connected_transport(chosen.name)
     return transport(
@@ -387,24 +374,6 @@ def connect_by(meeting: Meeting, offers: Sequence[Offer], timeout: float) -> Tra
     )
 
 
-def offer_of(meeting: Meeting, wanted: str | None = None) -> Offer:
-    """What this rank brings to the choice of a transport."""
-    token = token_key()
-    return Offer(
-        # where a rank names its network, processes of other machines may join later
-        network="" if {"QCCL_NET", "UCX_NET_DEVICES"} & os.environ.keys() else network_id(),
-        memory=memory_id(),
-        wanted=wanted or wanted_transport() or "",
-        token=derive(token, "check").hex()[:16] if token else "",
-        insecure="1" if is_insecure() else "",
-        drawn=draw().hex() if meeting.rank == 0 else "",
-        no_tls=_no_tls(),
-        ucx=obstacle("ucx"),
-        wan=obstacle("wan"),
-        gloo=obstacle("gloo", meeting),
-    )
-
-
 def connected_transport(name: str) -> type[ConnectedTransport]:
     """The class of "ucx" or "wan"."""
     if name == "wan":
@@ -416,48 +385,15 @@ def connected_transport(name: str) -> type[ConnectedTransport]:
     return UcxTransport
 
 
-def _over_gloo(meeting: Meeting, timeout: float) -> Transport:
+def _over_gloo(meeting: Meeting, own: str | None, timeout: float) -> Transport:
+    """``own``: this machine's address; None: gloo finds it by GLOO_SOCKET_IFNAME, or by the machine's name."""
     from qccl.transports.torch import TorchTransport
 
     if meeting.group is not None:
-        return TorchTransport.from_group(meeting.group, timeout)
+        return TorchTransport.from_group(meeting.group, timeout, own)
     if meeting.store is not None:
         import torch.distributed as dist
 
-        return TorchTransport(dist.PrefixStore("gloo", meeting.store), meeting.rank, meeting.size, timeout)
-    assert meeting.host is not None and meeting.port is not None  # obstacle()
-    return TorchTransport.at((meeting.host, meeting.port), meeting.rank, meeting.size, timeout)
-
-
-def obstacle(transport: str, meeting: Meeting | None = None) -> str:
-    """Why this process cannot use "ucx", "wan" or "gloo" (for the ranks of ``meeting``); nothing if it can."""
-    if transport == "wan":
-        return _no_tls() if token_key() else ""
-    if transport == "gloo":
-        if meeting is not None and meeting.port is meeting.group is meeting.store is None:
-            return f"{meeting.name} has no port for it"
-        return "" if importlib.util.find_spec("torch") else "PyTorch is not installed"
-    from qccl.transports.ucx import load_library
-
-    try:
-        load_library()
-    except EngineError as error:
-        return str(error)
-    return ""
-
-
-def _no_tls() -> str:
-    """Why this process has no TLS; nothing if it has."""
-    try:
-        tls.load_library()
-    except EngineError as error:
-        return str(error)
-    return ""
-
-
-def wanted_transport(given: str = "auto") -> str | None:
-    """The transport that the program or, if it has given "auto", QCCL_TRANSPORT names; None: the fastest."""
-    name, wanted = ("transport", given) if given != "auto" else ("QCCL_TRANSPORT", os.environ.get("QCCL_TRANSPORT"))
-    if wanted not in (None, "", "auto", *_TRANSPORTS):
-        raise ArgumentError(f"{name}={wanted!r} does not exist; there are auto, {', '.join(_TRANSPORTS)}")
-    return None if wanted in ("", "auto") else wanted
+        return TorchTransport(dist.PrefixStore("gloo", meeting.store), meeting.rank, meeting.size, timeout, own=own)
+    assert meeting.host is not None and meeting.port is not None  # gather_offers()
+    return TorchTransport.at((meeting.host, meeting.port), meeting.rank, meeting.size, timeout, own)

@@ -1,21 +1,20 @@
 """The totals of a process's calls for Prometheus: an endpoint at the port that QCCL_METRICS names.
 
 It is an environment variable, like QCCL_RECORDS, so that it also works for communicators that PyTorch or another
-library makes, and needs no change of the program.
+library makes, and needs no change of the program. prometheus_client writes the text and answers the requests.
 """
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import logging
 import os
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
-from qccl.engine.tallies import CallStats
 from qccl.errors import ArgumentError
 from qccl.lifetime import Registry, members
 from qccl.statistics import Statistics
@@ -45,19 +44,16 @@ COUNTERS = (
     ("qccl_hidden_seconds_total", "hidden_seconds", "Of these, while the program did its own work."),
 )
 GROUP_SIZE = "qccl_group_size"
-
-#: for one request and its answer
-_REQUEST_SECONDS = 2.0
-_MOST_REQUEST_BYTES = 8192
-#: between two looks at whether the communicators still exist
-_LOOK_SECONDS = 1.0
-_BACKLOG = 8
-_LAST_PORT = 65535
+_GROUP_LABELS = ("group", "rank")
+_CALL_LABELS = (*_GROUP_LABELS, "collective", "codec")
+#: how long a caller may be silent before its thread ends
+_SILENT_SECONDS = 2.0
 
 
 def check_setting() -> None:
-    """Raise ArgumentError if QCCL_METRICS is neither a port nor "host:port"."""
-    _place()
+    """Raise ArgumentError if QCCL_METRICS is neither a port nor "host:port", or prometheus_client is not installed."""
+    if _place() is not None:
+        _client()
 
 
 def _place() -> Place | None:
@@ -73,6 +69,15 @@ def _place() -> Place | None:
     return found
 
 
+def _client(module: str = "prometheus_client") -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ArgumentError(
+            f'{VARIABLE} needs prometheus_client ({error}); pip install "qccl[metrics]", or unset {VARIABLE}'
+        ) from error
+
+
 def serve(statistics: Statistics, local_rank: int, *, is_thread: bool) -> Endpoint | None:
     """Let this process's endpoint show a group, if QCCL_METRICS is set; the endpoint, for Endpoint.remove().
 
@@ -84,13 +89,13 @@ def serve(statistics: Statistics, local_rank: int, *, is_thread: bool) -> Endpoi
         return None
     host, port = wanted
     with _lock:
-        is_open = {each.port: each for each in _endpoints if each.is_open}
+        is_open = {each.port: each for each in _endpoints}
         others = () if is_thread else tuple(is_open.values())
         endpoint = is_open.get(port + local_rank) or next(iter(others), None)
         if endpoint is None:
             try:
                 endpoint = Endpoint((host, port + local_rank))
-            except OSError as error:
+            except (OSError, OverflowError, RuntimeError) as error:  # also a port above 65535, or a thread too many
                 _LOG.warning("no metrics at %s: %s", place_text((host, port + local_rank)), error)
                 return None
         endpoint.add(statistics)
@@ -98,132 +103,57 @@ def serve(statistics: Statistics, local_rank: int, *, is_thread: bool) -> Endpoi
 
 
 class Endpoint:
-    """Answers ``GET /metrics`` on one port, as long as it has groups to show. One request at a time.
-
-    Attributes:
-        port: that it listens at.
-        is_open: it still answers.
-    """
+    """A server on one port, until its last group is removed; a collector of prometheus_client. ``port``: its number."""
 
     def __init__(self, place: Place) -> None:
-        """Raises OSError if the port cannot be opened."""
-        if place[1] > _LAST_PORT:
-            raise OSError(f"the last port is {_LAST_PORT}")
-        family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
-        self._listener = socket.create_server(place, family=family, backlog=_BACKLOG)
-        self._listener.settimeout(_LOOK_SECONDS)
-        self.port: int = self._listener.getsockname()[1]
-        self.is_open = True
+        """Raises OSError or OverflowError if the port cannot be opened."""
+        client = _client()
+        registry = client.CollectorRegistry()
+        registry.register(self)
         self._groups = weakref.WeakSet[Statistics]()
-        self._thread = threading.Thread(target=self._serve, name=f"qccl metrics {self.port}", daemon=True)
+        self._server, _ = client.start_http_server(place[1], place[0], registry)
+        self.port: int = self._server.server_port
+        handler = self._server.RequestHandlerClass
+        self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": _SILENT_SECONDS})
+        self._server.handle_error = lambda *_: None  # broken connections do not concern the program's output
         _endpoints.add(self)
 
     def add(self, statistics: Statistics) -> None:
         """Show a group from now on."""
         self._groups.add(statistics)
-        if self._thread.ident is None:
-            self._thread.start()
 
     def remove(self, statistics: Statistics) -> None:
-        """Show a group no longer; the last one closes the port."""
+        """Show a group no longer; the last one closes the port. Requests under way are still answered."""
         with _lock:
             self._groups.discard(statistics)
-            if not self._groups:
-                self.close()
+            if not self._groups and self in _endpoints:
+                _endpoints.discard(self)
+                self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the server's thread
+                self._server.shutdown()
+                self._server.server_close()
 
-    def close(self) -> None:
-        """Close the port. A request under way is still answered."""
-        self.is_open = False
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
-        self._listener.close()
-        _endpoints.discard(self)
-
-    def _serve(self) -> None:
-        while self.is_open:
-            try:
-                connection, _ = self._listener.accept()
-            except TimeoutError:
-                with _lock:
-                    if not self._groups:  # the program has dropped its communicators without closing them
-                        self.close()
-                continue
-            except OSError:
-                if self.is_open:
-                    time.sleep(_LOOK_SECONDS)  # too many open files, for example
-                continue
-            with connection, contextlib.suppress(OSError):
-                self._answer(connection, time.monotonic() + _REQUEST_SECONDS)
-
-    def _answer(self, connection: socket.socket, deadline: float) -> None:
-        status, body = "200 OK", ""
-        match _request_line(connection, deadline):
-            case ["GET", "/metrics", _]:
-                body = "".join(f"{line}\n" for line in self.lines())
-            case ["GET", _, _]:
-                status = "404 Not Found"
-            case [_, _, _]:
-                status = "405 Method Not Allowed\r\nAllow: GET"
-            case _:
-                status = "400 Bad Request"
-        content = body.encode()
-        head = (
-            f"HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
-            f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
-        )
-        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-        connection.sendall(head.encode() + content)
-
-    def lines(self) -> Iterator[str]:
-        """The answer, in Prometheus' text format."""
+    def collect(self) -> Iterator[Any]:
+        """The metrics, for prometheus_client."""
+        core = _client("prometheus_client.core")
         groups = sorted(members(self._groups), key=lambda each: (each.group, each.rank))
         totals = [(group, call) for group in groups for call in group.totals()]
-        yield f"# HELP {GROUP_SIZE} Ranks of the group."
-        yield f"# TYPE {GROUP_SIZE} gauge"
+        sizes = core.GaugeMetricFamily(GROUP_SIZE, "Ranks of the group.", labels=_GROUP_LABELS)
         for group in groups:
-            yield f"{GROUP_SIZE}{{{_labels(group)}}} {group.size}"
+            sizes.add_metric((group.group, str(group.rank)), group.size)
+        yield sizes
         for name, field, text in COUNTERS:
-            yield f"# HELP {name} {text}"
-            yield f"# TYPE {name} counter"
+            counter = core.CounterMetricFamily(name, text, labels=_CALL_LABELS)
             for group, call in totals:
-                value = getattr(call, field)
-                if value is not None:
-                    yield f"{name}{{{_labels(group, call)}}} {value!r}"
-
-
-def _request_line(connection: socket.socket, deadline: float) -> list[str]:
-    """Method, path and version of a request; another list if it is none, or is too long or too late."""
-    request = b""
-    while b"\r\n\r\n" not in request:
-        left = deadline - time.monotonic()
-        if left <= 0 or len(request) > _MOST_REQUEST_BYTES:
-            return []
-        connection.settimeout(left)
-        part = connection.recv(_MOST_REQUEST_BYTES)
-        if not part:
-            return []
-        request += part
-    words = request.partition(b"\r\n")[0].decode("latin-1").split(" ")
-    return words if words[-1].startswith("HTTP/1.") else []
-
-
-def _labels(group: Statistics, call: CallStats | None = None) -> str:
-    labels = {"group": group.group, "rank": str(group.rank)}
-    if call is not None:
-        labels |= {"collective": call.collective, "codec": call.codec}
-    return ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+                if (value := getattr(call, field)) is not None:
+                    counter.add_metric((group.group, str(group.rank), call.collective, call.codec), value)
+            yield counter
 
 
 def _forked(endpoint: Endpoint) -> None:
-    """In a child of os.fork(): the port and its thread belong to the parent."""
+    """In a child of os.fork(): the port and its threads belong to the parent."""
     global _lock
     _lock = threading.RLock()  # another thread of the parent may have held it
-    endpoint.is_open = False
-    endpoint._listener.close()
+    endpoint._server.server_close()
 
 
 #: guards the list of endpoints and the groups that they show

@@ -1,19 +1,20 @@
-"""The keywords that the collectives share: each is declared once, with its type and its default."""
+"""The keywords of calls: those that the collectives share are declared once, with their types and defaults."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 from qccl.arguments import CodecLike
 from qccl.dtypes import DType
 
 if TYPE_CHECKING:
+    from qccl.collectives import CollectiveSpec
     from qccl.trace import TraceEvent
 
-__all__ = ["ArrayOptions", "CallOptions", "Options", "PointerOptions", "ResultArrayOptions", "ResultOptions"]
-__all__ += ["StateArrayOptions", "StateOptions", "accepts", "complete"]
+__all__ = ["ArrayOptions", "CallOptions", "Method", "Options", "PointerOptions", "ResultArrayOptions", "ResultOptions"]
+__all__ += ["StateArrayOptions", "StateOptions"]
 
 
 class Options(TypedDict, total=False):
@@ -74,30 +75,45 @@ _DEFAULTS: dict[str, Any] = {
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def accepts(options: type) -> Callable[[_F], _F]:
-    """Show ``options`` in the signature of a function that ends in ``**options: Unpack[...]``."""
+class Method:
+    """A function with which programs make the calls of a collective, on arrays or on pointers.
 
-    def decorate(function: _F) -> _F:
-        signature = inspect.signature(function)
-        shown = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=hint.__forward_arg__
-            )
-            for name, hint in options.__annotations__.items()
-        ]
-        parameters = [*list(signature.parameters.values())[:-1], *shown]
-        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return function
-
-    return decorate
-
-
-def complete(kind: type, function: str, given: Mapping[str, object]) -> CallOptions:
-    """All options: the defaults, replaced by those of a call of ``function``, which takes those of ``kind``.
-
-    A wrong keyword raises the TypeError that Python raises for a function without ``**``.
+    Attributes:
+        spec: checks its calls.
+        name: tells its calls from others.
+        parameters: their names, also of those that it takes by ``**options``.
     """
-    for name in given:
-        if name not in kind.__annotations__ and name != "stream":  # which functions on pointers have by its place
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    return cast(CallOptions, {**_DEFAULTS, **given})
+
+    def __init__(self, spec: type[CollectiveSpec]) -> None:
+        self.spec = spec
+        self.name = ""
+        self.parameters: Collection[str] = ()
+
+    def accepts(self, options: type) -> Callable[[_F], _F]:
+        """Decorate the function, which ends in ``**options: Unpack[...]``: its signature shows these keywords."""
+
+        def decorate(function: _F) -> _F:
+            signature = inspect.signature(function)
+            shown = [
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=hint.__forward_arg__
+                )
+                for name, hint in options.__annotations__.items()
+            ]
+            signature = signature.replace(parameters=[*list(signature.parameters.values())[:-1], *shown])
+            function.__signature__ = signature  # type: ignore[attr-defined]
+            self.name, self.parameters = function.__qualname__, signature.parameters.keys()
+            return function
+
+        return decorate
+
+    def complete(self, given: Mapping[str, Any]) -> tuple[CallOptions, dict[str, Any]]:
+        """All options of a call, with defaults for those that are not given; and its other arguments.
+
+        A wrong keyword raises the TypeError that Python raises for a function without ``**``.
+        """
+        for name in given:
+            if name not in self.parameters:
+                raise TypeError(f"{self.name}() got an unexpected keyword argument {name!r}")
+        own = {**_DEFAULTS, **given}
+        return cast(CallOptions, {name: own.pop(name) for name in _DEFAULTS}), own

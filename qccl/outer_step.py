@@ -10,7 +10,6 @@ from typing import Any
 from qccl.errors import ArgumentError, QcclError
 from qccl.parameters import copy_of, times, vector
 from qccl.scalars import as_integer
-from qccl.tiles import Tiles
 from qccl.work import Work
 
 __all__ = ["OuterStep", "Turns", "advance"]
@@ -72,7 +71,7 @@ class OuterStep:
 
     def weigh(self, weights: Sequence[float], like: Any) -> None:
         """Multiply the changes of each fragment by its weight, before the calls; ``like`` is one of the parameters."""
-        self.weights = vector(like, weights, "float32")
+        self.weights = vector(like, weights)
         for weight, changes in zip(weights, self.changes.values(), strict=True):
             for change in changes.values():
                 change *= weight
@@ -105,13 +104,13 @@ class OuterStep:
                 work.wait()
         self._restore()
 
-    def saved(self, rank: int, tiles: Sequence[Tiles]) -> list[dict[str, Any]]:
+    def saved(self, rank: int) -> list[dict[str, Any]]:
         """Copies for a state, by fragment. Local parameters in it make it the state of this rank alone."""
         return [
             {
                 "fragment": fragment,
                 "due": self.due,
-                "averages": [copy_of(tiles[number].join(average)) for number, average in averages.items()],
+                "averages": [copy_of(average) for average in averages.values()],
                 "begun": [copy_of(array) for array in self.begun.values()],
                 "rank": rank if self.begun else None,
             }

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from qccl.arrays import Values
+from qccl.arrays import Values, check_disjoint, check_listed
 from qccl.errors import ArgumentError, QcclError
 from qccl.scalars import as_integer
 
 __all__ = [
-    *("Commit", "Form", "converted", "copy_of", "difference", "form_of", "fragments_of", "mix", "move", "mutable_copy"),
-    *("named", "names_of", "plain", "restored", "row_maxima", "slabs", "times", "vector", "zeros_like"),
+    *(
+        "Commit",
+        "Form",
+        "check_separate",
+        "copy_of",
+        "difference",
+        "form_of",
+        "fragments_of",
+        "mix",
+        "move",
+        "mutable_copy",
+    ),
+    *("named", "names_of", "plain", "restored", "times", "vector", "zeros_like"),
 ]
 
 #: element type and shape
 Form = tuple[str, tuple[int, ...]]
-#: elements of which some copies fit into a processor's cache
-_SLAB = 1 << 16
 
 
 def named(params: Any, what: str = "params") -> list[tuple[str, Any]]:
@@ -27,12 +35,8 @@ def named(params: Any, what: str = "params") -> list[tuple[str, Any]]:
         return [(what, params)]
     if isinstance(params, Mapping):
         return [(f"{what}[{name!r}]", params[name]) for name in names_of(params)]
-    if isinstance(params, Collection) and not isinstance(params, str | bytes):
-        return [(f"{what}[{i}]", array) for i, array in enumerate(params)]
-    raise ArgumentError(
-        f"{what} must be an array, a list of arrays or a dict of arrays, not {type(params).__name__}; make a list of "
-        f"an iterator: list(model.parameters())"
-    )
+    check_listed(params, what, "an array, a dict of arrays, or ")
+    return [(f"{what}[{i}]", array) for i, array in enumerate(params)]
 
 
 def names_of(params: Any) -> list[Any]:
@@ -53,6 +57,11 @@ def restored(arrays: Sequence[Any], params: Any) -> Any:
 def plain(array: Any) -> Any:
     """A torch tensor without its gradient, which shares the memory; other arrays as they are."""
     return array.detach() if hasattr(array, "detach") else array
+
+
+def check_separate(values: Iterable[Values]) -> None:
+    """Raise InvalidBufferError if arrays share memory that a step writes. Results of read-only ones are copies."""
+    check_disjoint([each for each in values if not each.view.readonly])
 
 
 def form_of(values: Values) -> Form:
@@ -81,38 +90,13 @@ def zeros_like(array: Any) -> Any:
     return zeros
 
 
-def converted(array: Any, dtype: str) -> Any:
-    """The values in "float32" or "float64"; the array itself or a copy."""
-    if hasattr(array, "double"):
-        return array.double() if dtype == "float64" else array.float()
-    return array.astype(dtype)
-
-
-def vector(like: Any, values: Sequence[float], dtype: str) -> Any:
-    """A vector of "float32" or "float64" in the library and the memory of ``like``, which has elements."""
-    found = converted(plain(like).reshape(-1)[:1], dtype).repeat(len(values))
+def vector(like: Any, values: Sequence[float]) -> Any:
+    """A vector of float32 in the library and the memory of ``like``, which has elements."""
+    first = plain(like).reshape(-1)[:1]
+    found = (first.float() if hasattr(first, "float") else first.astype("float32")).repeat(len(values))
     for i, value in enumerate(values):
         found[i] = value
     return found
-
-
-def row_maxima(matrix: Any) -> Any:
-    """The greatest element of each row."""
-    return matrix.amax(-1) if hasattr(matrix, "amax") else matrix.max(-1)
-
-
-def slabs(array: Any) -> Iterator[slice]:
-    """Ranges of the first dimension of an array: all of it on a device, on the host parts for a processor's cache.
-
-    Arithmetic in several steps is faster on such parts, because what is between the steps stays in the cache.
-    """
-    number = len(array)
-    if not number:
-        return
-    is_on_host = str(getattr(array, "device", "cpu")) == "cpu"  # NumPy has the attribute since 2.0
-    length = max(1, _SLAB * number // math.prod(array.shape)) if is_on_host else number
-    for begin in range(0, number, length):
-        yield slice(begin, begin + length)
 
 
 def difference(common: Any, local: Any) -> Any:
@@ -160,15 +144,14 @@ class Commit:
         interrupted: whether some arrays may have changed, and others not.
     """
 
-    def __init__(self, remedy: str) -> None:
-        """``remedy`` is the end of the message of check(): what to do."""
-        self.interrupted, self._remedy = False, remedy
+    interrupted = False
 
     def check(self) -> None:
         """Raise ArgumentError if a change was interrupted."""
         if self.interrupted:
             raise ArgumentError(
-                f"an exception interrupted a change of the parameters, so they may differ between ranks; {self._remedy}"
+                "an exception interrupted a change of the parameters, so they may differ between ranks; call "
+                "continue_on() or load a state on all ranks"
             )
 
     def __enter__(self) -> None:

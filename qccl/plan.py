@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 from qccl.arguments import check_trace, timeout_of
 from qccl.arrays import Values, check_unmoved
-from qccl.collectives import CollectiveSpec
-from qccl.collectives.explain import explain
+from qccl.collectives import CollectiveSpec, input_and_output
+from qccl.collectives.topology import explain
 from qccl.costs.group import Choice
+from qccl.dynamo import not_traced
 from qccl.engine.base import Bound, Progress, Request
 from qccl.errors import ArgumentError
 from qccl.guard import guarded
-from qccl.programs import Compiled
+from qccl.programs import Compiled, ProgramCache
 from qccl.schedule import Role, Schedule
 from qccl.session import Session
 from qccl.state import lr_of
@@ -40,6 +41,7 @@ class _Arrays(NamedTuple):
     offset: int  # of the call numbers (Numbers.offset), which is part of the text that the ranks compare
 
 
+@not_traced
 class Plan:
     """A prepared collective, like MPI-4's persistent ones: call bind() once, start() and wait() many times.
 
@@ -60,7 +62,7 @@ class Plan:
         self.spec = spec = self._choice.spec
         self._key = key
         self._session = session
-        self._compiled: dict[tuple[CollectiveSpec, bool], Compiled] = {}
+        self._programs = ProgramCache(session.engine, (session.rank, session.size), session.memory.calls)
         self._bound: _Arrays | None = None
         self._is_prepared = False  # on all ranks, for arrays in or out of place
         self._work: Work | None = None  # of the last run, if start() has made it
@@ -79,7 +81,7 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the plan alone holds: on the host a workspace, on CUDA tables and pinned memory."""
-        return sum(compiled.nbytes for compiled in self._compiled.values())
+        return self._programs.nbytes
 
     @guarded
     def bind(self, x: Any, out: Any = None) -> Plan:
@@ -90,18 +92,14 @@ class Plan:
         """
         session, spec = self._session, self.spec
         session.check_usable()
-        memory, dtype, has_output = session.memory, spec.dtype, "output" in self._names
-        given: dict[str, Values] = {}
-        if "input" in self._names:
-            given["input"] = memory.from_array(x, dtype=dtype, writable=out is None and has_output, what="x")
-        if out is not None and has_output:
-            given["output"] = memory.from_array(out, dtype=dtype, writable=True, what="out")
-        elif has_output:
-            source = given.get("input") or memory.from_array(x, dtype=dtype, writable=True, what="x")
-            given["output"] = spec.output_in(source, session.rank, session.size)
-        spec.check_counts(given, session.rank, session.size)
+        has_output = "output" in self._names
+        given = input_and_output(self._find, x, out, reads="input" in self._names, writes=has_output)
+        spec.fit(given, session.rank, session.size)
         result = x if out is None else out
         return self._bind_values(given, result if has_output else None)
+
+    def _find(self, array: Any, what: str, *, writable: bool = True) -> Values:
+        return self._session.memory.from_array(array, dtype=self.spec.dtype, writable=writable, what=what)
 
     @guarded
     def bind_buffers(self, arrays: Mapping[str, Any], result: Any = None) -> Plan:
@@ -109,15 +107,18 @@ class Plan:
 
         ``result`` is what run() returns. Raises as bind().
         """
-        session, spec, given = self._session, self.spec, {}
+        session, spec = self._session, self.spec
         session.check_usable()
         declared = spec.buffers(session.rank, session.size).declared
+        if not isinstance(arrays, Mapping):
+            raise ArgumentError(f"arrays must be a dict of arrays by names of buffers, not {type(arrays).__name__}")
         if arrays.keys() != declared.keys():
             raise ArgumentError(f"the buffers of this call are {sorted(declared)}, not {sorted(arrays)}")
-        for name, buffer in declared.items():
-            writable = buffer.role is Role.OUTPUT
-            given[name] = session.memory.from_array(arrays[name], dtype=spec.dtype, writable=writable, what=name)
-        spec.check_counts(given, session.rank, session.size)
+        given = {
+            name: self._find(arrays[name], name, writable=buffer.role is Role.OUTPUT)
+            for name, buffer in declared.items()
+        }
+        spec.fit(given, session.rank, session.size)
         return self._bind_values(given, result)
 
     def _bind_values(self, arrays: Mapping[str, Values], result: Any) -> Plan:
@@ -130,19 +131,12 @@ class Plan:
     def _prepare(self, arrays: Mapping[str, Values], result: Any, key: str | None) -> _Arrays:
         """The arrays of later runs, whose element types and counts were checked."""
         first = not self._is_prepared
-        _, compiled, bound = self._session.bind(self.spec, arrays, key, self._programs, again=first)
+        _, compiled, bound = self._session.bind(self.spec, arrays, key, self._programs.get, again=first)
         self._is_prepared = True
         values = tuple(dict.fromkeys(arrays.values()))
         tensors, objects = tuple(filter(_is_tensor, values)), tuple(each.array for each in values)
         offset = self._session.numbers.offset
         return _Arrays(arrays, tensors, objects, result, compiled, bound, Request(key=key), offset)
-
-    def _programs(self, spec: CollectiveSpec, *, in_place: bool) -> Compiled:
-        session = self._session
-        if (spec, in_place) not in self._compiled:
-            place = session.rank, session.size
-            self._compiled[spec, in_place] = Compiled(session.engine, place, spec, in_place=in_place)
-        return self._compiled[spec, in_place]
 
     def start(
         self,

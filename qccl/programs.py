@@ -56,7 +56,7 @@ class Compiled:
             for name, buffer in schedule.buffers.items()
             if buffer.role is Role.STATE and buffer.dtype is not None
         }
-        self.owner = spec.state_owner(schedule.name)
+        self.owner = spec.state_owner(schedule.name) if self.keeps_state else ""
         self.sums: Parts = sums_of(schedule) if self.state else ()
         self.used = 0
         label = spec.name, spec.codec.spec(), spec.count
@@ -89,7 +89,7 @@ class Compiled:
 
 
 class ProgramCache:
-    """The programs of a communicator's calls.
+    """The programs of a communicator's calls, or of a plan's runs.
 
     Programs that are idle, of the collectives that were used longest ago, are dropped if there are too many
     collectives or too much workspace. Those of the last collective, and of calls under way, are kept, whatever their
@@ -110,7 +110,7 @@ class ProgramCache:
     @property
     def nbytes(self) -> int:
         """Bytes of workspace."""
-        return sum(compiled.nbytes for compiled in self)
+        return sum([program.workspace_nbytes for compiled in self._compiled.values() for program in compiled.programs])
 
     def get(self, spec: CollectiveSpec, *, in_place: bool) -> Compiled:
         """The programs of a collective; compiles the first one."""
@@ -124,7 +124,7 @@ class ProgramCache:
 
     def _evict(self, newest: Compiled) -> None:
         nbytes = self.nbytes
-        while len(self) > CACHE_COLLECTIVES or nbytes > CACHE_NBYTES:
+        while len(self._compiled) > CACHE_COLLECTIVES or nbytes > CACHE_NBYTES:
             others = [key for key, other in self._compiled.items() if other is not newest and not other.is_busy]
             if not others:
                 return

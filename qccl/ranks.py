@@ -11,6 +11,7 @@ from typing import TypeVar
 from qccl.arguments import integer, timeout_of
 from qccl.communicator import Communicator
 from qccl.errors import CollectiveTimeout
+from qccl.threads import start
 from qccl.transports.loopback import LoopbackGroup
 
 __all__ = ["run_ranks"]
@@ -56,7 +57,7 @@ def run_ranks(n: int, fn: Callable[[Communicator], _T], *, timeout: float = 60.0
 
     threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}", daemon=True) for r in range(n)]
     for thread in threads:
-        thread.start()
+        start(thread)
     _join(threads, failures, timeout + _GRACE_SECONDS)
     if failures:
         raise failures[0]

@@ -11,18 +11,19 @@ import json
 import logging
 import os
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal
 
-from qccl.engine.records import STATES, CallRecord, TransferRecord
+from qccl.engine.records import CallRecord, State, TransferRecord
 from qccl.errors import ArgumentError
-from qccl.files import writing
+from qccl.files import read_file, writing
+from qccl.machine_name import machine_name
+from qccl.scalars import MOST_RANKS
 
 __all__ = ["FOLDER", "CallRecord", "GroupRecord", "Measured", "TransferRecord", "read_record", "watch_signal"]
 __all__ += ["write_record"]
@@ -35,9 +36,6 @@ FOLDER = "QCCL_RECORDS"
 FORMAT = 2
 #: no record of 1,024 calls is longer
 _MOST_BYTES = 256 << 20
-#: no number in a record is larger
-_MOST = 1 << 64
-_MOST_RANKS = 1 << 20
 #: calls of a record, and how many of them may be calls of a measurement that has not ended
 _CALLS, _MEASURED_CALLS = 1024, 32
 
@@ -70,7 +68,7 @@ class GroupRecord:
         now = time.time()
         shift = now - time.monotonic()
         own = tuple(_shifted(call, shift) for call in calls)
-        return cls(group, rank, size, socket.gethostname(), os.getpid(), reason, now, own)
+        return cls(group, rank, size, machine_name(), os.getpid(), reason, now, own)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -78,18 +76,18 @@ class GroupRecord:
 
     @classmethod
     def from_dict(cls, given: Any) -> GroupRecord:
-        """Of what as_dict() returned. Raises ArgumentError for anything else."""
+        """The record whose as_dict() is given. Raises ArgumentError for anything else."""
+        import msgspec  # here: a program that reads no records, such as scripts/gpu-check, does not need it
+
         try:
-            if given.pop("format") != FORMAT:
-                raise ValueError("another version of qccl wrote it")
-            calls = tuple(_call(each) for each in _list(given.pop("calls")))
-            record = _checked(cls, {**given, "calls": calls})
-        except (AttributeError, TypeError, ValueError, KeyError) as error:
-            raise ArgumentError(f"this is no record of a rank ({error})") from error
-        if not 0 <= record.rank < record.size <= _MOST_RANKS:
-            raise ArgumentError(f"this is no record of a rank (rank {record.rank} of {record.size})")
-        if any(call.sequence >= later.sequence for call, later in pairwise(calls)):
-            raise ArgumentError("this is no record of a rank (its calls are not in the order of their numbers)")
+            msgspec.convert(given, _allowed())
+            record = msgspec.convert(given, cls)
+            if not record.rank < record.size <= MOST_RANKS:
+                raise ValueError(f"rank {record.rank} of {record.size}")
+            if any(call.sequence >= later.sequence for call, later in pairwise(record.calls)):
+                raise ValueError("its calls are not in the order of their numbers")
+        except ValueError as error:
+            raise ArgumentError(f"this is no record of a rank, or one of another version of qccl ({error})") from error
         return record
 
 
@@ -132,18 +130,18 @@ def write_record(record: GroupRecord, folder: str) -> None:
 
 
 def read_record(path: str | os.PathLike[str]) -> GroupRecord:
-    """Raises ArgumentError, which names the file, for a file that is no record; OSError if it cannot be read."""
-    with open(path, "rb") as file:
-        content = file.read(_MOST_BYTES + 1)
+    """The record in a file, or in a pipe, which is read to its end.
+
+    Raises ArgumentError, which names the file, for a file that is no record; OSError if it cannot be read.
+    """
+    content = read_file(path, _MOST_BYTES, pipes=True)
     try:
-        if len(content) > _MOST_BYTES:
-            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
         given = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{os.fspath(path)} is no record of a rank ({error})") from error
     try:
         return GroupRecord.from_dict(given)
-    except ArgumentError as error:
+    except (ArgumentError, RecursionError) as error:
         raise ArgumentError(f"{os.fspath(path)}: {error}") from error
 
 
@@ -161,40 +159,18 @@ def _shifted(call: CallRecord, shift: float) -> CallRecord:
     return dataclasses.replace(call, begun=begun, ended=ended, transfers=transfers)
 
 
-def _call(given: Any) -> CallRecord:
-    transfers = tuple(_checked(TransferRecord, each) for each in _list(given.pop("transfers")))
-    missing = tuple(_list(given.pop("missing")))
-    if not all(type(rank) is int and 0 <= rank < _MOST_RANKS for rank in missing):
-        raise ValueError("missing ranks that are no numbers of ranks")
-    if given["state"] not in STATES:
-        raise ValueError(f"the state {given['state']!r:.100}")
-    return _checked(CallRecord, {**given, "transfers": transfers, "missing": missing})
+def _allowed() -> Any:
+    """The type of a record in a file, for msgspec: all fields of the dataclasses, no others, and limits of numbers."""
+    from msgspec import Meta, defstruct
 
-
-#: what a field's value may be, by its type as it is written
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "int": (int,),
-    "str": (str,),
-    "bool": (bool,),
-    "float": (float, int),
-    "float | None": (float, int, type(None)),
-}
-
-
-_T = TypeVar("_T", GroupRecord, CallRecord, TransferRecord)
-
-
-def _checked(kind: type[_T], values: dict[str, Any]) -> _T:
-    """An object of a dataclass, whose simple fields have values of their types, and no infinite numbers or NaN."""
-    for field in dataclasses.fields(kind):
-        allowed, value = _TYPES.get(str(field.type)), values[field.name]
-        is_number = isinstance(value, (int, float))
-        if allowed and (type(value) not in allowed or (is_number and not -_MOST <= value <= _MOST)):
-            raise ValueError(f"{field.name} is {value!r:.100}")
-    return kind(**values)
-
-
-def _list(given: Any) -> list[Any]:
-    if not isinstance(given, list):
-        raise ValueError(f"{given!r:.100} is no list")
-    return given
+    natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
+    seconds = Annotated[float, Meta(ge=-(2.0**64), le=2.0**64)]
+    types: dict[str, Any] = {"int": natural, "str": str, "bool": bool, "float": seconds, "float | None": seconds | None}
+    types |= {"State": State, "tuple[int, ...]": tuple[rank, ...]}
+    for kind in (TransferRecord, CallRecord, GroupRecord):
+        fields = [(field.name, types[str(field.type)]) for field in dataclasses.fields(kind)]
+        fields += [("format", Literal[FORMAT])] if kind is GroupRecord else []
+        struct = defstruct(kind.__name__, fields, forbid_unknown_fields=True)
+        types[f"tuple[{kind.__name__}, ...]"] = tuple[struct, ...]  # type: ignore[valid-type]
+    return struct

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import zipfile
 from collections.abc import Mapping
 from contextlib import nullcontext
 from io import BytesIO
 from os import SEEK_END, PathLike
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from qccl.errors import ArgumentError
-from qccl.files import writing
+from qccl.files import reading, writing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["load_state", "save_state"]
 
 _STRUCTURE = "state"
+#: 1 TiB, of a file: more than the memory of a machine, which a state has to fit in several times
+_MOST_NBYTES = 1 << 40
 #: what a file that was damaged or made up can make NumPy, zipfile and json raise
 _DAMAGE: tuple[type[Exception], ...] = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, MemoryError)
 _DAMAGE += (EOFError, OSError, SyntaxError, ArithmeticError, zipfile.BadZipFile)
@@ -33,26 +37,37 @@ def save_state(file: str | PathLike[str] | BinaryIO, state: Mapping[str, Any]) -
     """Write a state_dict() of a communicator, of DiLoCo or of LowPrecisionDecentralized; load_state() reads it.
 
     ``file`` is a path or a binary file. A path's file is replaced when the new one is complete: a program that is
-    killed before that leaves the old one. Raises ArgumentError if the state contains anything but dicts, lists,
-    numbers, strings, bools, None, and arrays of numbers, or keys other than numbers, strings, bools and None; OSError
-    if the file cannot be written, or no other file in its folder.
+    killed before that leaves the old one. Where another user has put a link in the file's place, the link is replaced.
+
+    Raises ArgumentError if the state is no dict, or contains anything but dicts, lists, numbers, strings, bools, None,
+    and arrays of numbers, or keys other than numbers, strings, bools and None; OSError if the file cannot be written,
+    or no other file in its folder, or if a folder of its path can have been planted by another user.
     """
     import numpy as np
 
+    if not isinstance(state, Mapping):
+        raise ArgumentError(
+            f"the state must be a dict, such as comm.state_dict() returns, not a {type(state).__name__}"
+        )
     arrays: dict[str, np.ndarray] = {}
     structure = json.dumps(_described(state, arrays)).encode()
     arrays[_STRUCTURE] = np.frombuffer(structure, np.uint8)
     with writing(file) if isinstance(file, str | PathLike) else nullcontext(file) as to:
-        cast(Any, np.savez)(to, **arrays)
+        if isinstance(file, str | PathLike) and not S_ISREG(os.fstat(to.fileno()).st_mode):
+            content = BytesIO()  # in a device, such as /dev/null, zipfile finds no places
+            cast(Any, np.savez)(content, **arrays)
+            to.write(content.getbuffer())
+        else:
+            cast(Any, np.savez)(to, **arrays)
 
 
 def load_state(file: str | PathLike[str] | BinaryIO) -> dict[str, Any]:
     """What save_state() wrote to ``file``. No file can execute code.
 
-    Raises OSError if it cannot be opened, and ArgumentError for any other file. The load_state_dict() that gets the
-    state checks what it says.
+    ``file`` is a path of a regular file, or a binary file that can seek. Raises OSError if it cannot be opened, and
+    ArgumentError for any other file. The load_state_dict() that gets the state checks what it says.
     """
-    with open(file, "rb") if isinstance(file, str | PathLike) else nullcontext(file) as opened:
+    with reading(file, _MOST_NBYTES) if isinstance(file, str | PathLike) else nullcontext(file) as opened:
         try:
             with zipfile.ZipFile(opened) as archive:
                 arrays = _read(archive, opened.seek(0, SEEK_END))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import operator
 import re
-import sys
 from typing import Any
 
-__all__ = ["as_bool", "as_integer", "as_real", "parse_seconds", "positive"]
+__all__ = ["MOST_RANKS", "as_bool", "as_integer", "as_real", "parse_seconds"]
 
+#: ranks of a group, at most: more are a mistake, and would take all memory
+MOST_RANKS = 1 << 20
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -34,13 +35,6 @@ def as_bool(value: Any) -> bool | None:
     """``value`` as a bool; None if it is not a boolean."""
     value = _plain(value)
     return value if isinstance(value, bool) else None
-
-
-def positive(value: Any) -> float:
-    """A number of a file, which must be finite and above 0. Raises ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise ValueError(f"{value!r} is not a positive number")
-    return float(value)
 
 
 def parse_seconds(text: str) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from qccl.codecs.base import Codec
@@ -76,18 +76,17 @@ class Buffer:
     """A named piece of memory: ``size`` elements of ``dtype``; ``dtype=None`` means bytes (a wire buffer).
 
     ``index`` is that of the caller's array, where a call has several, or the rank whose replica it is. A buffer's name
-    identifies it in a schedule, and says nothing else.
+    identifies it in a schedule, and says nothing else. ``itemsize`` is the bytes of an element; 1 for a wire buffer.
     """
 
     size: int
     dtype: DType | None
     role: Role
     index: int | None = None
+    itemsize: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element; 1 for a wire buffer."""
-        return 1 if self.dtype is None else self.dtype.itemsize
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "itemsize", 1 if self.dtype is None else self.dtype.itemsize)
 
     @property
     def nbytes(self) -> int:
@@ -279,9 +278,18 @@ class Schedule:
         if (self.rank, self.size) != (rank, size):
             raise ArgumentError(f"this schedule is for rank {self.rank} of {self.size}, not for rank {rank} of {size}")
 
+    def moved_nbytes(self, node_ids: Sequence[int]) -> tuple[int, int]:
+        """Bytes that this rank sends to ranks of other nodes, and receives; ``node_ids`` has each rank's node."""
+        sent, received, here = 0, 0, node_ids[self.rank]
+        for op in self.ops:
+            if isinstance(op, Exchange):
+                sent += sum([len(send.span) for send in op.sends if node_ids[send.peer] != here])
+                received += sum([len(recv.span) for recv in op.recvs if node_ids[recv.peer] != here])
+        return sent, received
+
     def sent_nbytes(self) -> int:
-        """Bytes this rank sends in its Exchanges."""
-        return sum(len(transfer.span) for op in self.ops if isinstance(op, Exchange) for transfer in op.sends)
+        """Bytes that this rank sends to others."""
+        return self.moved_nbytes(range(self.size))[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +326,7 @@ class Task:
 
 
 def _present(spans: Iterable[Span | None]) -> tuple[Span, ...]:
-    return tuple(span for span in spans if span is not None)
+    return tuple([span for span in spans if span is not None])
 
 
 def state_buffers(state: State | None) -> tuple[StateBuffer, ...]:
@@ -338,7 +346,7 @@ def reads(op: Op) -> tuple[Span, ...]:
         case Commit():
             return (*op.guard, *(each.new for each in op.state_buffers))
         case Exchange():
-            return tuple(transfer.span for transfer in op.sends)
+            return tuple([transfer.span for transfer in op.sends])
 
 
 def writes(op: Op) -> tuple[Span, ...]:
@@ -353,7 +361,7 @@ def writes(op: Op) -> tuple[Span, ...]:
         case Commit():
             return tuple(each.old for each in op.state_buffers)
         case Exchange():
-            return tuple(transfer.span for transfer in op.recvs)
+            return tuple([transfer.span for transfer in op.recvs])
 
 
 def tasks(schedule: Schedule, *, per_transfer: bool) -> Iterator[Task]:

@@ -12,14 +12,14 @@ from qccl.arrays import Values
 from qccl.collectives import CollectiveSpec
 from qccl.engine.base import Backend, Bound, Execution, Program, Request
 from qccl.engine.records import CallRecord
-from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError, forked, gave_up
+from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError, failure_text, forked, gave_up
 from qccl.guard import Mark, abandoned, is_guard, is_inside
 from qccl.lifetime import Registry
 from qccl.metrics import Endpoint, serve
-from qccl.programs import Compiled
+from qccl.programs import Compiled, ProgramCache
 from qccl.ranges import Ranges
 from qccl.records import FOLDER, GroupRecord, Measured, watch_signal, write_record
-from qccl.state import StateStore
+from qccl.state import StateArray, StateStore
 from qccl.statistics import Statistics
 
 __all__ = ["Session"]
@@ -50,12 +50,15 @@ class Session:
     Attributes:
         group: its name, for records.
         engine, memory: of the backend.
+        programs: of the communicator's calls; a plan has its own.
         state: the state of stateful codecs, by key.
         numbers: of the group's next call.
         failure: the first one; it ended the group.
         statistics: totals of the calls.
         unsettled: by thread, what it has begun and not settled (guard.py); empty between calls.
         ending: the Works that a thread is ending, which may check their results; and that thread's number.
+        making: the mark of the latest call that made a group, and the function that ends that group if an exception,
+            which it gets, ends the call.
         calling: the Works whose functions a thread is calling, and that thread's number.
     """
 
@@ -73,6 +76,7 @@ class Session:
         self.engine, self.memory = backend.engine, backend.memory
         if ranges is not None:  # calls without ranges pay nothing for them
             self.engine.start = _ranged(self.engine.start, ranges)  # type: ignore[method-assign]
+        self.programs = ProgramCache(self.engine, (rank, size), self.memory.calls)
         self.state = StateStore(rank, size, self.engine.persistent)
         self.numbers, self.engine.timeout = self.engine.numbers, timeout
         self.statistics = Statistics(rank, size, self.group, self.engine.tallies)
@@ -81,6 +85,7 @@ class Session:
         self.failure: QcclError | None = None
         self.closed = False
         self.unsettled: dict[int, Mark] = {}
+        self.making: tuple[Mark | None, Callable[[BaseException], None]] = None, lambda error: None
         self.calling: dict[object, tuple[int]] = {}
         self.ending: dict[object, tuple[int]] = {}
         self._process = os.getpid()
@@ -156,7 +161,7 @@ class Session:
         spec: CollectiveSpec,
         arrays: Mapping[str, Values],
         key: str | None,
-        programs: Programs,
+        programs: Programs | None = None,
         *,
         again: bool = False,
     ) -> tuple[CollectiveSpec, Compiled, Bound]:
@@ -172,14 +177,14 @@ class Session:
         binding = spec.bind(arrays, self.rank, self.size)
         text, pairs = self.text_of(spec), spec.pairs(self.rank, self.size)
         try:
-            compiled = programs(spec, in_place=binding.in_place)
+            compiled = (programs or self.programs.get)(spec, in_place=binding.in_place)
         except QcclError as error:  # the other ranks would make the call, and wait for this one
             self.check_consistent(text, pairs, str(error), again=again)
             raise
         self.check_consistent(text, pairs, again=again)
         if groups := spec.native_groups():
             self._with_mark(lambda: self.engine.make_groups(groups))
-        if key is not None and spec.codec.state_names:
+        if key is not None:  # also without state: ranks that name arrays compare the names
             text = f"{text}, key={key!r}"
         return spec, compiled, Bound(binding.addresses, text, pairs)
 
@@ -190,12 +195,15 @@ class Session:
         entry = self.state.entries.get(key)
         if entry is None or entry.bound is not bound or entry.lr is not (lr is not None):
             entry = self.state.take(key, compiled.owner, compiled.state, lr, compiled.sums)
-            own = {name: array.memory.address for name, array in entry.memory.items()}
-            entry.bound, entry.whole = bound, bound._replace(addresses={**bound.addresses, **own})
+            entry.bound, entry.whole = bound, _with_memory(bound, entry.memory)
         whole: Bound = entry.whole
+        memory = entry.memory
         if lr is not None:
+            if lr == 0:
+                memory = self.state.at_rest(entry)
+                whole = _with_memory(bound, memory)
             whole = whole._replace(text=f"{whole.text}, lr={lr!r}")
-        return whole, (kept, entry.memory)
+        return whole, (kept, memory)
 
     def run_collective(self, name: str, act: Callable[[], _T]) -> _T:
         """One call that moves no arrays: wait until every rank has made it, then ``act``.
@@ -282,7 +290,8 @@ class Session:
         is_first = self.failure is None
         if is_first:
             self.failure = error
-        before = self.engine.abort(str(self.failure))  # again if an exception has ended it before
+        text = failure_text(self.rank, self.failure or error)
+        before = self.engine.abort(text)  # again if an exception has ended it before
         if is_first:
             self.failure = before or error
             self.write_record(str(self.failure))
@@ -317,6 +326,8 @@ class Session:
                 if mark is not None and mark is not before and self.numbers.sequence != number:
                     of_call = error if number is not None and isinstance(error, QcclError) else None
                     self.fail(of_call or gave_up(self.rank, error), mark[0])
+                    if self.making[0] is mark:
+                        self.making[1](error)
                 self.settle(before)
                 if not is_inside(self, self.engine):
                     for turns in (self.ending, self.calling):
@@ -349,6 +360,11 @@ class Session:
             self._endpoint.remove(self.statistics)
         if self.failure is None:
             self.engine.close(self.engine.timeout)
+
+
+def _with_memory(bound: Bound, state: Mapping[str, StateArray]) -> Bound:
+    own = {name: array.memory.address for name, array in state.items()}
+    return bound._replace(addresses={**bound.addresses, **own})
 
 
 def _ranged(usual: Callable[..., Execution], ranges: Ranges) -> Callable[..., Execution]:

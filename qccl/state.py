@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from qccl.codecs.base import Codec
 from qccl.dtypes import FLOAT32, DType
 from qccl.errors import ArgumentError
+from qccl.owners import Owners
 from qccl.scalars import as_bool, as_integer, as_real
 
 if TYPE_CHECKING:
@@ -16,12 +17,16 @@ if TYPE_CHECKING:
 
     from qccl.engine.base import Persistent
 
-__all__ = ["Entry", "Forms", "Parts", "StateArray", "StateStore", "check_key", "lr_of"]
+__all__ = ["Entry", "Forms", "Parts", "Places", "StateArray", "StateStore", "check_key", "extents", "lr_of"]
 
 #: parts of state buffers: the buffer's name, and its elements from start to stop
 Parts = Iterable[tuple[str, int, int]]
 #: of state buffers by name: the number of elements, and their type
 Forms = Mapping[str, tuple[int, DType]]
+#: the parts of parameters by their names; those of one parameter have the same order and lengths under every key
+Places = Mapping[str, Sequence[tuple[str, int, int]]]
+#: the move of a call that takes over nothing from other keys
+_NO_MOVE: tuple[Places, Mapping[str, Places]] = ({}, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,7 @@ class Entry:
         is_carried: it comes from another group, and no call has used it yet.
         forms: those of the buffers that take() has found to be those of ``memory``.
         bound, whole: the memory of the last call with this key (engine.base.Bound), without the state and with it.
+        resting: the memory of the last call with lr=0, which may still run, until the next such call.
     """
 
     call: str
@@ -72,6 +78,7 @@ class Entry:
     forms: Forms | None = None
     bound: Any = None
     whole: Any = None
+    resting: dict[str, StateArray] = field(default_factory=dict)
 
     def clear(self, parts: Parts) -> None:
         """Set parts to zeros."""
@@ -88,11 +95,15 @@ class StateStore:
 
     Attributes:
         entries: by key.
+        owners: the objects that have keys of their own.
+        moves: by key, what its next call takes over; see expect().
     """
 
     def __init__(self, rank: int, size: int, allocate: Callable[[int], Persistent]) -> None:
         self._rank, self._size, self._allocate = rank, size, allocate
         self.entries: dict[str, Entry] = {}
+        self.owners = Owners(self)
+        self.moves: dict[str, tuple[Places, Mapping[str, Places]]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -119,9 +130,13 @@ class StateStore:
         """The state of a call with buffers of these forms; zeros for a new key.
 
         ``sums`` are the parts for residuals of sums, which this rank owns.
-        Raises ArgumentError if the state under this key belongs to another call, or if only some calls give a learning
-        rate.
+        Raises ArgumentError if the state under this key belongs to another call, or to an owner that has not made the
+        key, or if only some calls give a learning rate.
         """
+        self.owners.check(key)
+        places, others = self.moves.get(key, _NO_MOVE)
+        for other in others.keys() & self.entries.keys():
+            self._check_lr(other, lr)
         entry = self.entries.get(key)
         if entry is not None and entry.is_carried:
             entry = self._settle(entry, call, forms, sums)
@@ -136,15 +151,85 @@ class StateStore:
             )
         if entry.forms is not forms:
             self._check_loaded(key, entry, forms)
-        if entry.lr is None:
-            entry.lr = lr is not None
-        elif entry.lr != (lr is not None):
-            raise ArgumentError(
-                f"earlier calls with key={key!r} were made {'with' if entry.lr else 'without'} lr, and this one is "
-                f"not; give lr in all calls or in none, or forget the state with reset({key!r})"
-            )
-        entry.sums, entry.forms = sums, forms
+        self._check_lr(key, lr)
+        entry.lr, entry.sums, entry.forms = lr is not None, sums, forms
+        self._move(entry, places, others)
+        self.moves.pop(key, None)
         return entry
+
+    def _check_lr(self, key: str, lr: float | None) -> None:
+        before = self.entries[key].lr
+        if before not in (None, lr is not None):
+            raise ArgumentError(
+                f"earlier calls with key={key!r} were made {'with' if before else 'without'} lr, and this one is not; "
+                f"give lr in all calls or in none, or forget the state with reset({key!r})"
+            )
+
+    def expect(self, key: str, places: Places, others: Mapping[str, Places]) -> None:
+        """Let the next call with ``key``, whose state has these places, take over parameters from other keys.
+
+        No run may use the state of ``others``. Those of which nothing remains are deleted. Raises ArgumentError if the
+        state of one has no such places.
+        """
+        for other, its_places in others.items():
+            held = {name: array.count for name, array in self.entries[other].memory.items()}
+            if held and held != (needed := extents(its_places)):
+                raise ArgumentError(
+                    f"the state under key={other!r} has the numbers of elements {held}, and its parameters, "
+                    f"{', '.join(its_places)}, have {needed}; load what state_dict() returned for them, or forget the "
+                    f"state with reset({other!r})"
+                )
+        if key in self.entries:
+            self.entries[key].bound = None  # the next call asks take()
+        self.moves[key] = places, others
+
+    def _move(self, entry: Entry, places: Places, others: Mapping[str, Places]) -> None:
+        """Add to the parameters in ``entry`` what ``others`` have of them, which becomes zeros there.
+
+        Of n ranks that average, the result lacks 1/n of each error of a rank's own values, and all of a sum's error. So
+        a residual of one kind that moves to where the other kind is gets the factor 1/n, or n.
+        """
+        for key in others.keys() & self.entries.keys():
+            source, its_places = self.entries[key], others[key]
+            target, given = self._in_units_of_own(entry), self._in_units_of_own(source)
+            for parameter in places.keys() & its_places.keys():
+                for to, its in zip(places[parameter], its_places[parameter], strict=True):
+                    if to[0] in target and its[0] in given:
+                        (values, units), (its_values, its_units) = target[to[0]], given[its[0]]
+                        part, its_part = slice(*to[1:]), slice(*its[1:])
+                        values[part] += its_values[its_part] * its_units[its_part] / units[part]
+                        its_values[its_part] = 0
+            moved = [
+                {name: self._stored(found[name][0], each.dtype) for name, each in held.memory.items()}
+                for held, found in ((entry, target), (source, given))
+            ]
+            # in one statement, which no signal's handler interrupts: a residual must not be in both, or in none
+            (entry.memory, source.memory), entry.bound, source.bound = moved, None, None
+            if its_places.keys() <= places.keys():
+                del self.entries[key]
+
+    def _in_units_of_own(self, entry: Entry) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """By the buffer's name: the values, and how many times an error of own values each counts."""
+        import numpy as np
+
+        found = {}
+        for name, array in entry.memory.items():
+            values = array.floats()
+            found[name] = values, np.ones_like(values)
+        for name, start, stop in entry.sums or ():
+            found[name][1][start:stop] = self._size
+        return found
+
+    def at_rest(self, entry: Entry) -> dict[str, StateArray]:
+        """The memory of a call with lr=0: zeros in place of the residuals, so they stay as they are.
+
+        The result of such a call changes no weights. A residual that it sent would be lost.
+        """
+        entry.resting = {
+            name: self._zeros((array.count, array.dtype)) if name.startswith("residual") else array
+            for name, array in entry.memory.items()
+        }
+        return entry.resting
 
     def _check_loaded(self, key: str, entry: Entry, forms: Forms) -> None:
         """Give a loaded state, which is float32, the call's element types. Raises ArgumentError for another one."""
@@ -191,6 +276,12 @@ class StateStore:
         elif not isinstance(key, str) or self.entries.pop(key, None) is None:
             raise ArgumentError(f"there is no state under key={key!r}; the keys are {_listed(self.entries)}")
 
+    def forget_used(self, keys: Iterable[str]) -> None:
+        """Forget the state under some keys that calls have used, but not what was loaded since."""
+        for key in keys:
+            if key in self.entries and self.entries[key].forms is not None:
+                del self.entries[key]
+
     def drain(self, key: str) -> dict[str, np.ndarray]:
         """The values under ``key`` by the buffer's name, as float32, when no run uses them; they become zeros."""
         entry, found = self.entries.get(key), {}
@@ -233,6 +324,7 @@ class StateStore:
             raise ArgumentError(f"the keys' state is a dict by key, not {type(saved).__name__}")
         entries = {key: self._loaded(key, each) for key, each in saved.items()}
         self.entries = entries
+        self.moves.clear()
 
     def _loaded(self, key: str, saved: Mapping[str, Any]) -> Entry:
         try:
@@ -272,6 +364,14 @@ def _floats(values: Any) -> np.ndarray:
     return floats
 
 
+def extents(places: Places) -> dict[str, int]:
+    """The elements of each buffer that consists of these places."""
+    found: dict[str, int] = {}
+    for name, _, stop in (span for spans in places.values() for span in spans):
+        found[name] = max(stop, found.get(name, 0))
+    return found
+
+
 def check_key(codec: Codec, key: str | None) -> None:
     """Raise ArgumentError unless ``key`` is a string, or None for a codec without state."""
     if key is None and codec.state_names:
@@ -284,11 +384,13 @@ def check_key(codec: Codec, key: str | None) -> None:
 
 
 def lr_of(lr: float) -> float:
-    """A learning rate: a positive number, in fp32 as well. Raises ArgumentError for anything else."""
+    """A learning rate: 0 or a positive number, in fp32 as well. Raises ArgumentError for anything else."""
     value = lr if type(lr) is float else as_real(lr)
-    if value is None or not 2.0**-120 <= value <= 2.0**120:
-        raise ArgumentError(f"lr must be a positive number (2**-120 to 2**120), the present learning rate, not {lr!r}")
-    return float(value)
+    if value is None or not (2.0**-120 <= value <= 2.0**120 or value == 0):
+        raise ArgumentError(
+            f"lr must be the present learning rate, 0 or a positive number (2**-120 to 2**120), not {lr!r}"
+        )
+    return float(value) or 0.0  # not -0.0: the ranks compare texts
 
 
 def _listed(keys: Mapping[str, object]) -> str:

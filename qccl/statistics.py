@@ -10,7 +10,7 @@ from typing import Any
 
 from qccl.engine.tallies import CallStats, Tallies
 
-__all__ = ["CallStats", "Statistics", "Stats", "table", "with_unit"]
+__all__ = ["CallStats", "Statistics", "Stats"]
 
 _COLUMNS = (
     "collective",
@@ -59,7 +59,7 @@ class Stats:
         if len(self.calls) > 1:
             rows.append(_row(self.total))
         title = f"{self.group}, rank {self.rank} of {self.size}: the calls of {self.elapsed:.1f} s"
-        return "\n".join([title, *(f"  {line}" for line in table(rows, left=2))])
+        return "\n".join([title, *(f"  {line}" for line in _table(rows))])
 
 
 class Statistics:
@@ -85,16 +85,16 @@ class Statistics:
         return stats
 
 
-def table(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
-    """The lines of a table; its first ``left`` columns are aligned to the left."""
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table, whose first two columns are aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:left], widths, strict=False)]
-        cells += [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
+        cells = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
+        cells += [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
         yield "  ".join(cells).rstrip()
 
 
-def with_unit(value: float) -> str:
+def _with_unit(value: float) -> str:
     """Three digits and a decimal prefix, such as "12.3 M"."""
     prefixes = ["", " k", " M", " G", " T", " P"]
     while round(value, 1) >= 1000 and len(prefixes) > 1:
@@ -110,8 +110,8 @@ def _row(calls: CallStats) -> tuple[str, ...]:
         calls.collective or "all",
         calls.codec,
         str(calls.calls),
-        with_unit(counts[0]),
-        *(f"{with_unit(each)}B" if each >= 1000 else f"{each} B" for each in counts[1:]),
+        _with_unit(counts[0]),
+        *(f"{_with_unit(each)}B" if each >= 1000 else f"{each} B" for each in counts[1:]),
         "-" if calls.ratio is None else f"{calls.ratio:.2f}",
         *("-" if each is None else f"{each:.3f} s" for each in times),
     )

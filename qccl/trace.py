@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +11,9 @@ from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
+
+from qccl.files import writing
+from qccl.machine_name import machine_name
 
 __all__ = ["TraceEvent", "write_trace"]
 
@@ -68,8 +70,8 @@ def write_trace(path: str | PathLike[str], events: Iterable[TraceEvent], comm: R
     slices = _slices(found)
     records = [*_labels(slices), *(each.record() for each in slices), *_arrows(slices)]
     document = {"displayTimeUnit": "ns", "otherData": {"clocks": clocks}, "traceEvents": records}
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(document, file)
+    with writing(path) as file:
+        file.write(json.dumps(document).encode())
 
 
 # -- all ranks ---------------------------------------------------------------------------------------------------------
@@ -98,7 +100,7 @@ def _machine() -> str:
     """An id that processes with the same clock share: the boot id of the operating system."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
+    return machine_name()
 
 
 def _clock_bounds(comm: Ranks) -> list[tuple[float, float]]:

@@ -8,6 +8,7 @@ from threading import get_ident
 from typing import Any
 
 from qccl.arguments import timeout_of
+from qccl.dynamo import not_traced
 from qccl.engine.base import Execution
 from qccl.errors import ArgumentError, CollectiveTimeout, QcclError
 from qccl.guard import guarded, is_guard
@@ -19,6 +20,7 @@ __all__ = ["Work"]
 _NAP_SECONDS, _LONGEST_NAP_SECONDS = 20e-6, 1e-3
 
 
+@not_traced
 class Work:
     """One call of a collective, whose arrays it keeps alive.
 
@@ -245,8 +247,8 @@ class Work:
             self._check = None
 
 
-for each in (Work._block, Work._call_back):
-    is_guard(each)
+is_guard(Work._block)
+is_guard(Work._call_back, settles=False)
 
 
 class _Unraisable:

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import machines
 import patience
 import pytest
 from plain_ranks import free_ports
+
+#: Hypothesis' settings: "long" has other inputs in each run, and many
+_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "quick")
+# ranks draw nothing, and start sooner without it
+if "RANK" not in os.environ and importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    settings.register_profile("quick", derandomize=True, deadline=None, max_examples=50, print_blob=True, database=None)
+    settings.register_profile("long", deadline=None, max_examples=2000, print_blob=True, database=None)
+    settings.load_profile(_PROFILE)
 
 machines.pretend(int(os.environ.get("RANK", "0")))  # for the ranks that run the checks of tests/ranks
 
@@ -22,15 +34,20 @@ def pytest_collection() -> None:
     gc.disable()
 
 
+_TESTS = Path(__file__).parent
 #: markers of tests that run only where -m names the marker, because they take too long for every change
 _ON_REQUEST = ("every_arch", "every_size", "every_interruption", "every_wheel", "every_trainer")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that run on request only; the longest files start first.
+    """Mark the folders of frameworks. Leave out the tests that run on request only; the longest files start first.
 
     So at the end no worker is left alone with a long file.
     """
+    for item in items:
+        if item.path.is_relative_to(_TESTS / "torch") or item.path.is_relative_to(_TESTS / "jax"):
+            item.add_marker("frameworks")
     left_out = [name for name in _ON_REQUEST if name not in config.getoption("markexpr")]
     config.hook.pytest_deselected(items=[item for item in items if any(map(item.get_closest_marker, left_out))])
     items[:] = [item for item in items if not any(map(item.get_closest_marker, left_out))]
@@ -49,7 +66,7 @@ def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test ends within its time: 120 s, or more by its marker; longer if the machine is busy."""
     limits = {"slow": 1000, "lab": 1000, "every_size": 1000, "every_interruption": 4000, "every_wheel": 4000}
     seconds = max((limits[name] for name in limits if request.node.get_closest_marker(name)), default=120)
-    seconds *= patience.factor()
+    seconds *= patience.factor() * (40 if _PROFILE == "long" else 1)
     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()

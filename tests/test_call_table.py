@@ -6,10 +6,12 @@ import dataclasses
 import gc
 import sys
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 from dlpack import FLOAT, Producer
+from interruption_kinds import KINDS
 
 import qccl
 from qccl import _host, codecs
@@ -192,3 +194,33 @@ def test_types_that_refer_to_their_communicator_are_freed():
     (kind,) = qccl.run_ranks(1, run)
     gc.collect()
     assert kind() is None
+
+
+#: kinds of calls that are no repetition, or that do more than a call that the program waits for
+LONGER = ("first", "async", "plan.start", "plan()", "nonfinite", "trace", "barrier", "allgather")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not any(word in kind for word in LONGER)])
+def test_a_repeated_call_enters_at_most_nine_functions_of_python(kind):
+    """Those of the loopback transport are left out: it is written in Python, others are not."""
+    package = f"{Path(qccl.__file__).parent}/"
+    found: list[str] = []
+
+    def note(frame, event, _):
+        name = frame.f_code.co_qualname
+        if event == "call" and frame.f_code.co_filename.startswith(package) and not name.startswith("Loopback"):
+            found.append(name)
+
+    def run(comm):
+        case = KINDS[kind].make(comm)
+        case.run()
+        case.run()
+        sys.setprofile(note if comm.rank == 0 else None)
+        try:
+            case.run()
+        finally:
+            sys.setprofile(None)
+        comm.barrier()  # until here nobody leaves
+
+    qccl.run_ranks(2, run)
+    assert 5 < len(found) <= 9, found

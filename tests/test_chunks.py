@@ -6,7 +6,7 @@ import pytest
 
 from qccl.chunks import GPU, NETWORK, ChunkPolicy, shared_memory
 from qccl.codecs import MinMax, get
-from qccl.collectives.partitions import partition, partition_for_all
+from qccl.collectives.partitions import partition
 
 COUNTS = (0, 100_000, 1 << 20, 6_553_600, 64 << 20)
 
@@ -34,14 +34,14 @@ CHOSEN = {
 @pytest.mark.parametrize(("parts", "codec"), CHOSEN)
 def test_chosen_numbers(parts: int, codec: str) -> None:
     policies = (NETWORK, shared_memory(parts), GPU, ChunkPolicy.of_elements(100_000))
-    chosen = (tuple(partition(count, parts, get(codec), policy).chunks for count in COUNTS) for policy in policies)
+    chosen = (tuple(partition([count], parts, [get(codec)], policy).chunks for count in COUNTS) for policy in policies)
     assert tuple(chosen) == CHOSEN[parts, codec]
 
 
 def test_chosen_numbers_in_two_levels() -> None:
     """Ramped over a network alone."""
     policies = (NETWORK, shared_memory(4), GPU, ChunkPolicy.of_elements(100_000))
-    layouts = [partition_for_all([64 << 20], 4, (get("none"), MinMax(8)), policy) for policy in policies]
+    layouts = [partition([64 << 20], 4, (get("none"), MinMax(8)), policy, ramped=True) for policy in policies]
     assert [(layout.ramp, layout.chunks) for layout in layouts] == [(2, 173), (1, 161), (1, 16), (1, 169)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from sent_bytes import count_sent
+from thread_ranks import on_ranks
 
 import qccl
 from qccl.codecs import get
@@ -75,6 +76,7 @@ def naive(digits: Digits, codec: str) -> np.ndarray:
     return models
 
 
+@pytest.mark.packages
 def test_low_precision_is_as_good_and_the_naive_way_is_not(digits: Digits) -> None:
     full, full_bytes = decentralised(digits, "none")
     low, low_bytes = decentralised(digits, "minmax8")
@@ -86,6 +88,7 @@ def test_low_precision_is_as_good_and_the_naive_way_is_not(digits: Digits) -> No
     assert digits.loss(naive(digits, "minmax8").mean(axis=0)) > 1.15 * wanted
 
 
+@pytest.mark.packages
 @pytest.mark.parametrize("layout", ["leader", "sharded"])
 def test_two_levels_match_full_precision(digits: Digits, layout: str) -> None:
     """Gradients averaged over two nodes of four ranks, in 8 bits between them."""
@@ -127,30 +130,28 @@ def test_a_step_is_what_the_formulas_say() -> None:
     np.testing.assert_allclose(np.stack(qccl.run_ranks(n, run)), wanted, atol=1e-5)
 
 
-def test_goes_on_from_a_state() -> None:
-    def run(comm: qccl.Communicator) -> None:
-        def gradient(step: int) -> np.ndarray:
-            return np.random.default_rng([comm.rank, step]).standard_normal((5, 7)).astype(np.float32)
+@on_ranks(3)
+def test_goes_on_from_a_state(comm: qccl.Communicator) -> None:
+    def gradient(step: int) -> np.ndarray:
+        return np.random.default_rng([comm.rank, step]).standard_normal((5, 7)).astype(np.float32)
 
-        sgd = qccl.LowPrecisionDecentralized(comm, np.ones((5, 7), np.float32))
-        for step in range(3):
-            sgd.step(gradient(step), 0.1)
-        state = sgd.state_dict()
-        sgd.step(gradient(3), 0.1)
-        other = qccl.LowPrecisionDecentralized(comm, np.full((5, 7), 9, np.float32))
-        other.load_state_dict(state)
-        assert other.steps == 3 and other.step(gradient(3), 0.1).tobytes() == sgd.model.tobytes()
-        with pytest.raises(qccl.ArgumentError, match=r"replicas of ranks \[7\]"):
-            other.load_state_dict(state | {"replicas": {7: state["model"]}})
-        for array in (state["model"][:, :1], state["model"].astype(np.complex64), [1.0]):
-            with pytest.raises(qccl.ArgumentError, match=r"those of the model are \(\(5, 7\), dtype\('float32'\)\)"):
-                other.load_state_dict(state | {"model": array})
-        for wrong in ({"replicas": [7]}, {"steps": -1}, {"steps": None}):
-            with pytest.raises(qccl.ArgumentError, match="the state"):
-                other.load_state_dict(state | {"model": state["model"] + 1} | wrong)
-        assert other.model.tobytes() == sgd.model.tobytes()
-
-    qccl.run_ranks(3, run)
+    sgd = qccl.LowPrecisionDecentralized(comm, np.ones((5, 7), np.float32))
+    for step in range(3):
+        sgd.step(gradient(step), 0.1)
+    state = sgd.state_dict()
+    sgd.step(gradient(3), 0.1)
+    other = qccl.LowPrecisionDecentralized(comm, np.full((5, 7), 9, np.float32))
+    other.load_state_dict(state)
+    assert other.steps == 3 and other.step(gradient(3), 0.1).tobytes() == sgd.model.tobytes()
+    with pytest.raises(qccl.ArgumentError, match=r"replicas of ranks \[7\]"):
+        other.load_state_dict(state | {"replicas": {7: state["model"]}})
+    for array in (state["model"][:, :1], state["model"].astype(np.complex64), [1.0]):
+        with pytest.raises(qccl.ArgumentError, match=r"those of the model are \(\(5, 7\), dtype\('float32'\)\)"):
+            other.load_state_dict(state | {"model": array})
+    for wrong in ({"replicas": [7]}, {"steps": -1}, {"steps": None}):
+        with pytest.raises(qccl.ArgumentError, match="the state"):
+            other.load_state_dict(state | {"model": state["model"] + 1} | wrong)
+    assert other.model.tobytes() == sgd.model.tobytes()
 
 
 def test_weights_within_the_tolerance_and_a_rate_of_numpys() -> None:
@@ -165,32 +166,30 @@ def test_weights_within_the_tolerance_and_a_rate_of_numpys() -> None:
     assert qccl.run_ranks(2, run) == [(1,), (0,)]
 
 
-def test_refused() -> None:
-    def run(comm: qccl.Communicator) -> None:
-        model = np.ones(5, np.float32)
-        with pytest.raises(qccl.ArgumentError, match=r"row 1 of the weights sums to 0\.9"):
-            qccl.LowPrecisionDecentralized(comm, model, weights=[[0.5, 0.5], [0.5, 0.4]])
-        with pytest.raises(qccl.MismatchError, match=r"ranks \[1\] have other weights"):
-            qccl.LowPrecisionDecentralized(comm, model, codec="minmax8" if comm.rank else "minmax4")
-        sgd = qccl.LowPrecisionDecentralized(comm, model)
-        for gradient in (np.ones(4, np.float32), np.ones(5), [1.0] * 5, None):
-            with pytest.raises(qccl.ArgumentError, match=r"gradient are \(.*, and those of the model \(\(5,\), dtype"):
-                sgd.step(gradient, 0.1)
-        for lr in (float("nan"), np.float32("inf"), "0.1", None):
-            with pytest.raises(qccl.ArgumentError, match="lr must be a finite number"):
-                sgd.step(np.ones(5, np.float32), lr)
-        for wrong, message in (
-            ([1.0], "the model must be an array .* not list"),
-            (np.ones(5), "the model has element type float64"),
-            (np.broadcast_to(np.float32(1), (5,)), "the model is not contiguous"),
-            (np.frombuffer(bytes(20), np.float32), "the model is read-only"),
-        ):
-            with pytest.raises(qccl.ArgumentError, match=message):
-                qccl.LowPrecisionDecentralized(comm, wrong)
-        with pytest.raises(qccl.ArgumentError, match=r"without \+ef and \+nesterov, not onebit\+ef.*use onebit"):
-            qccl.LowPrecisionDecentralized(comm, model, codec="onebit+ef")
-        with pytest.raises(qccl.ArgumentError, match="a state is the dict that"):
-            sgd.load_state_dict({})
-        assert (model == 1).all() and sgd.steps == 0
-
-    qccl.run_ranks(2, run)
+@on_ranks(2)
+def test_refused(comm: qccl.Communicator) -> None:
+    model = np.ones(5, np.float32)
+    with pytest.raises(qccl.ArgumentError, match=r"row 1 of the weights sums to 0\.9"):
+        qccl.LowPrecisionDecentralized(comm, model, weights=[[0.5, 0.5], [0.5, 0.4]])
+    with pytest.raises(qccl.MismatchError, match=r"ranks \[1\] have other weights"):
+        qccl.LowPrecisionDecentralized(comm, model, codec="minmax8" if comm.rank else "minmax4")
+    sgd = qccl.LowPrecisionDecentralized(comm, model)
+    for gradient in (np.ones(4, np.float32), np.ones(5), [1.0] * 5, None):
+        with pytest.raises(qccl.ArgumentError, match=r"gradient are \(.*, and those of the model \(\(5,\), dtype"):
+            sgd.step(gradient, 0.1)
+    for lr in (float("nan"), np.float32("inf"), "0.1", None):
+        with pytest.raises(qccl.ArgumentError, match="lr must be a finite number"):
+            sgd.step(np.ones(5, np.float32), lr)
+    for wrong, message in (
+        ([1.0], "the model must be an array .* not list"),
+        (np.ones(5), "the model has element type float64"),
+        (np.broadcast_to(np.float32(1), (5,)), "the model is not contiguous"),
+        (np.frombuffer(bytes(20), np.float32), "the model is read-only"),
+    ):
+        with pytest.raises(qccl.ArgumentError, match=message):
+            qccl.LowPrecisionDecentralized(comm, wrong)
+    with pytest.raises(qccl.ArgumentError, match=r"without \+ef and \+nesterov, not onebit\+ef.*use onebit"):
+        qccl.LowPrecisionDecentralized(comm, model, codec="onebit+ef")
+    with pytest.raises(qccl.ArgumentError, match="a state is the dict that"):
+        sgd.load_state_dict({})
+    assert (model == 1).all() and sgd.steps == 0

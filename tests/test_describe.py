@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import ctypes
-import gc
 import weakref
 from collections.abc import Callable
 from enum import IntEnum
@@ -12,70 +11,49 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dlpack import BFLOAT, FLOAT, Exchange, Producer
+from dlpack import BFLOAT, FLOAT, Exchange, Producer, check_that_a_view_keeps_the_memory
 
 from qccl import _host
 
 
-def check_that_a_view_keeps_the_memory(make: Callable[[], Any], *stream: int) -> None:
-    x = make()
-    alive = weakref.ref(x)
-    view = _host.describe(x, *stream)
-    del x
-    gc.collect()
-    assert alive() is not None
-    del view
-    gc.collect()
-    assert alive() is None
-
-
-def test_numpy() -> None:
-    x = np.zeros((3, 4), np.float32)
-    view = _host.describe(x)
-    assert (view.address, view.shape, view.strides) == (x.ctypes.data, (3, 4), (4, 1))
-    assert (view.dtype, view.device_type, view.device_id, view.readonly) == ("float32", 1, 0, False)
-    part = x[1:, ::2].T
-    view = _host.describe(part)
-    assert (view.address, view.shape, view.strides) == (part.ctypes.data, (2, 2), (2, 4))
-
-
-def test_arrays_of_ctypes_have_no_strides_of_their_own() -> None:
-    x = ((ctypes.c_float * 3) * 2)()
-    view = _host.describe(x)
-    assert (view.address, view.shape, view.strides) == (ctypes.addressof(x), (2, 3), (3, 1))
-    assert (view.dtype, view.readonly) == ("float32", False)
-    check_that_a_view_keeps_the_memory(lambda: ((ctypes.c_float * 3) * 2)())
-
-
-def test_read_only_numpy() -> None:
-    x = np.zeros(3, np.float16)
+def frozen(x: np.ndarray) -> np.ndarray:
     x.flags.writeable = False
+    return x
+
+
+MATRIX, BITS, FLOATS = np.zeros((3, 4), np.float32), np.zeros((2, 5), np.uint16), np.zeros(4, np.float32)
+CTYPES = ((ctypes.c_float * 3) * 2)()
+
+
+@pytest.mark.parametrize(
+    ("x", "address", "expected"),  # shape, strides, element type, device and its number, whether it is read-only
+    [
+        (MATRIX, MATRIX.ctypes.data, ((3, 4), (4, 1), "float32", 1, 0, False)),
+        (MATRIX[1:, ::2].T, MATRIX[1:].ctypes.data, ((2, 2), (2, 4), "float32", 1, 0, False)),
+        (frozen(HALF := np.zeros(3, np.float16)), HALF.ctypes.data, ((3,), (1,), "float16", 1, 0, True)),
+        (CTYPES, ctypes.addressof(CTYPES), ((2, 3), (3, 1), "float32", 1, 0, False)),  # no strides of its own
+        (Producer(BITS, BFLOAT), BITS.ctypes.data, ((2, 5), (5, 1), "bfloat16", 1, 0, False)),
+        (Producer(BITS, BFLOAT, versioned=False), BITS.ctypes.data, ((2, 5), (5, 1), "bfloat16", 1, 0, False)),
+        (Producer(FLOATS, FLOAT, readonly=True), FLOATS.ctypes.data, ((4,), (1,), "float32", 1, 0, True)),
+        (Producer(FLOATS, FLOAT, device=(2, 3)), FLOATS.ctypes.data, ((4,), (1,), "float32", 2, 3, False)),
+    ],
+    ids=["matrix", "strided", "read-only", "ctypes", "bfloat16", "unversioned", "read-only DLPack", "device"],
+)
+def test_arrays(x: Any, address: int, expected: tuple[Any, ...]) -> None:
+    """The device is reported, and not touched."""
     view = _host.describe(x)
-    assert (view.address, view.dtype, view.readonly) == (x.ctypes.data, "float16", True)
+    found = view.shape, view.strides, view.dtype, view.device_type, view.device_id, view.readonly
+    assert (view.address, found) == (address, expected)
 
 
-def test_scalar_and_empty() -> None:
-    assert _host.describe(np.zeros((), np.float32)).shape == ()
-    assert _host.describe(np.zeros((0, 5), np.float32)).shape == (0, 5)
+@pytest.mark.parametrize("shape", [(), (0, 5)])
+def test_scalars_and_empty_arrays(shape: tuple[int, ...]) -> None:
+    assert _host.describe(np.zeros(shape, np.float32)).shape == shape
 
 
-@pytest.mark.parametrize("versioned", [True, False])
-def test_bfloat16_through_dlpack(versioned: bool) -> None:
-    x = np.zeros((2, 5), np.uint16)
-    view = _host.describe(Producer(x, BFLOAT, versioned=versioned))
-    assert (view.address, view.shape, view.strides) == (x.ctypes.data, (2, 5), (5, 1))
-    assert (view.dtype, view.readonly) == ("bfloat16", False)
-
-
-def test_read_only_through_dlpack() -> None:
-    x = np.zeros(4, np.float32)
-    assert _host.describe(Producer(x, FLOAT, readonly=True)).readonly
-    assert not _host.describe(Producer(x, FLOAT)).readonly
-
-
-def test_device_is_reported_not_touched() -> None:
-    view = _host.describe(Producer(np.zeros(4, np.float32), FLOAT, device=(2, 3)))
-    assert (view.device_type, view.device_id) == (2, 3)
+@pytest.mark.parametrize("make", [lambda: np.zeros(4, np.float32), lambda: ((ctypes.c_float * 3) * 2)()])
+def test_a_view_keeps_the_memory_alive(make: Callable[[], Any]) -> None:
+    check_that_a_view_keeps_the_memory(make)
 
 
 @pytest.mark.parametrize(
@@ -99,46 +77,6 @@ def test_other_element_types_have_a_name(x: Any, name: str) -> None:
 def test_no_access_is_a_type_error(x: Any) -> None:
     with pytest.raises(TypeError, match=f"a {type(x).__name__} gives no access to its memory"):
         _host.describe(x)
-
-
-def test_view_keeps_the_memory_alive() -> None:
-    check_that_a_view_keeps_the_memory(lambda: np.zeros(4, np.float32))
-
-
-def test_torch() -> None:
-    torch = pytest.importorskip("torch")
-    x = torch.zeros(3, 4, dtype=torch.bfloat16)
-    view = _host.describe(x)
-    assert (view.address, view.shape, view.dtype, view.readonly) == (x.data_ptr(), (3, 4), "bfloat16", False)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_jax(dtype: str) -> None:
-    jax = pytest.importorskip("jax")
-    x = jax.numpy.zeros(4, dtype)
-    view = _host.describe(x)
-    assert view.address == x.unsafe_buffer_pointer()
-    assert (view.shape, view.dtype, view.device_type, view.readonly) == ((4,), dtype, 1, True)
-
-
-def test_torch_by_the_c_functions_of_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor is described without a call of __dlpack__."""
-    torch = pytest.importorskip("torch")
-    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        pytest.skip("this PyTorch has no C functions for DLPack")
-
-    exports = []
-    monkeypatch.setattr(torch.Tensor, "__dlpack__", lambda *arguments, **options: exports.append(arguments))
-    x = torch.zeros(3, 4)
-    part = x[1:, ::2].T
-    view = _host.describe(part)
-    assert (view.address, view.shape, view.strides) == (part.data_ptr(), (2, 2), (2, 4))
-    assert (view.dtype, view.device_type, view.device_id, view.readonly) == ("float32", 1, 0, False)
-    assert _host.describe(torch.zeros(())).shape == ()
-    assert not exports
-    with pytest.raises(TypeError, match="no access to its memory"):
-        _host.describe(x.to_sparse())
-    check_that_a_view_keeps_the_memory(lambda: torch.zeros(3, 4)[1:, ::2].T)
 
 
 def test_read_only_where_the_c_functions_cannot_tell_it() -> None:

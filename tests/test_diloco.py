@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from thread_ranks import on_ranks
 
 import qccl
-from qccl.bench import start
 
 RANKS = 3
 SHAPES = {"w": (40, 7), "b": (7,), "scale": ()}
@@ -62,22 +60,6 @@ def test_outer_steps_are_what_the_formulas_say(outer_lr: float, momentum: float,
             np.testing.assert_allclose(array, wanted[name], atol=2e-6)
 
 
-@pytest.mark.parametrize("codec", ["minmax4+ef", "onebit:reconstruct=mean+ef", "minmax2:rounding=stochastic+ef"])
-def test_all_ranks_hold_the_same_bits(codec: str) -> None:
-    def run(comm: qccl.Communicator) -> list[bytes]:
-        params = begin(comm.rank)
-        outer = qccl.DiLoCo(comm, params, codec=codec)
-        for step in range(10):
-            train(params, comm.rank, step)
-            outer.step()
-            for array, common in zip((params[name] for name in sorted(params)), outer.common, strict=True):
-                assert array.tobytes() == common.tobytes()
-        return [array.tobytes() for array in params.values()]
-
-    found = qccl.run_ranks(RANKS, run)
-    assert found[0] == found[1] == found[2]
-
-
 def distance(codec: str, steps: int) -> float:
     """How far the mean of the delivered changes is from the exact mean, after ``steps`` equal rounds; relative."""
     changes = [np.random.default_rng(rank).standard_normal(500).astype(np.float32) for rank in range(RANKS)]
@@ -102,47 +84,19 @@ def test_error_feedback_keeps_the_mean_of_the_delivered_changes() -> None:
     assert distance(codec, 60) > 0.5 * distance(codec, 10) > 5 * distance(f"{codec}+ef", 60)
 
 
-def test_goes_on_from_a_state_to_the_bit() -> None:
-    """With residuals, random numbers and momentum; the state holds copies."""
-
-    def run(comm: qccl.Communicator) -> None:
-        codec = "minmax2:rounding=stochastic+ef"
-        params = begin(comm.rank)
-        outer = qccl.DiLoCo(comm, params, codec=codec)
-        for step in range(3):
-            train(params, comm.rank, step)
-            outer.step()
-        state, residuals = outer.state_dict(), comm.state_dict()
-        train(params, comm.rank, 3)
-        outer.step()
-        again = begin(7)
-        other = qccl.DiLoCo(comm, again, codec=codec)
-        other.load_state_dict(state)
-        comm.load_state_dict(residuals)
-        assert other.steps == 3 and again["b"].tobytes() == state["common"][0].tobytes()
-        train(again, comm.rank, 3)
-        other.step()
-        for name in params:
-            assert again[name].tobytes() == params[name].tobytes()
-
-    qccl.run_ranks(RANKS, run)
-
-
-def test_a_state_that_does_not_fit_changes_nothing() -> None:
-    def run(comm: qccl.Communicator) -> None:
-        outer = qccl.DiLoCo(comm, [np.ones(4, np.float32), np.ones(2, np.float32)])
-        state = outer.state_dict()
-        for wrong, message in (
-            ({}, "a state is the dict that"),
-            (state | {"steps": [-1]}, 'the state\'s "steps" must be'),
-            (state | {"common": state["common"][:1]}, "the state's common has 1 arrays, and DiLoCo was made for 2"),
-            (state | {"momentum": state["common"][::-1]}, r"the state's momentum\[0\] are \('float32', \(2,\)\), and"),
-        ):
-            with pytest.raises(qccl.ArgumentError, match=message):
-                outer.load_state_dict(wrong)
-        assert (outer.params[0] == 1).all() and outer.steps == 0
-
-    qccl.run_ranks(1, run)
+@on_ranks(1)
+def test_a_state_that_does_not_fit_changes_nothing(comm: qccl.Communicator) -> None:
+    outer = qccl.DiLoCo(comm, [np.ones(4, np.float32), np.ones(2, np.float32)])
+    state = outer.state_dict()
+    for wrong, message in (
+        ({}, "a state is the dict that"),
+        (state | {"steps": [-1]}, 'the state\'s "steps" must be'),
+        (state | {"common": state["common"][:1]}, "the state's common has 1 arrays, and DiLoCo was made for 2"),
+        (state | {"momentum": state["common"][::-1]}, r"the state's momentum\[0\] are \('float32', \(2,\)\), and"),
+    ):
+        with pytest.raises(qccl.ArgumentError, match=message):
+            outer.load_state_dict(wrong)
+    assert (outer.params[0] == 1).all() and outer.steps == 0
 
 
 def test_arrays_of_a_dict_belong_together_by_name() -> None:
@@ -196,144 +150,53 @@ def test_another_communicator_continues_from_the_rank_with_the_most_steps() -> N
     assert found[0] == found[1] == found[2]
 
 
-LOSES_A_RANK = """
-import hashlib, os
-import numpy as np
-import qccl
-
-comm = qccl.init("host", timeout=30)
-rank, params = comm.rank, np.zeros(50_000, np.float32)
-outer = qccl.DiLoCo(comm, params)
-for step in range(4):
-    params += np.random.default_rng([rank, step]).standard_normal(params.size).astype(np.float32)
-    if rank == 1 and step == 2:
-        os._exit(0)
-    try:
-        outer.step()
-    except qccl.PeerLost:
-        comm = comm.shrink(10)
-        outer.continue_on(comm)
-        outer.step()
-print(f"{comm.size} ranks, {outer.steps} steps, {hashlib.sha256(params).hexdigest()}\\n", end="", flush=True)
-comm.close()
-"""
-
-
-@pytest.mark.mpi  # it starts processes
-@pytest.mark.skipif(bool(start.obstacle("ucx")), reason=start.obstacle("ucx") or "there")
-def test_training_goes_on_when_a_rank_is_lost() -> None:
-    lines: list[str] = []
-    command, way = [sys.executable, "-c", LOSES_A_RANK], start.choose_way("ucx")
-    status = start.run_ranks(3, command, way=way, lab=None, smallest=0, silence=60, on_line=lines.append)
-    assert status == 0 and len(lines) == 2 and lines[0] == lines[1] and lines[0].startswith("2 ranks, 4 steps, ")
-
-
-def test_an_average_that_is_not_finite_changes_nothing() -> None:
-    def run(comm: qccl.Communicator) -> None:
-        params = np.ones(8, np.float32)
-        outer = qccl.DiLoCo(comm, params)
-        if comm.rank == 1:
-            params[3] = np.nan
-        with pytest.raises(qccl.ArgumentError, match="not finite"):
-            outer.step()
-        assert (outer.common[0] == 1).all() and outer.steps == 0
-        params[...] = outer.common[0]
-        outer.step()
-        assert (params == 1).all()
-
-    qccl.run_ranks(2, run)
-
-
 def residuals(comm: qccl.Communicator) -> dict[tuple[str, str], bytes]:
     keys = comm.state_dict()["keys"].items()
     return {(key, n): v.tobytes() for key, entry in keys for n, v in entry["values"].items() if v.any()}
 
 
-def test_a_refused_step_of_several_element_types_changes_no_residuals() -> None:
+@on_ranks(2)
+def test_a_refused_step_of_several_element_types_changes_no_residuals(comm: qccl.Communicator) -> None:
     """The last type's average is not finite, after the others' calls have succeeded."""
-
-    def run(comm: qccl.Communicator) -> None:
-        params = [np.zeros(64, np.float32), np.zeros(64, np.float16)]
-        outer = qccl.DiLoCo(comm, params, codec="onebit+ef")
-        rng = np.random.default_rng(comm.rank)
-        for _ in range(2):  # before there are residuals, and with them
-            before = residuals(comm)
-            params[0] += rng.standard_normal(64).astype(np.float32)
-            params[1][5] = np.nan
-            with pytest.raises(qccl.ArgumentError, match="not finite"):
-                outer.step()
-            assert residuals(comm) == before
-            for array, common in zip(params, outer.common, strict=True):
-                array[...] = common + rng.standard_normal(64).astype(array.dtype)
-            outer.step()
-            assert len(residuals(comm)) == 2
-
-    qccl.run_ranks(2, run)
-
-
-def test_an_exception_between_the_calls_of_a_step_changes_no_residuals() -> None:
-    """The first call has begun then; the others would have been of further element types."""
-
-    def run(comm: qccl.Communicator) -> None:
-        params = [np.zeros(64, np.float32), np.zeros(64, np.float16)]
-        outer = qccl.DiLoCo(comm, params, codec="onebit+ef")
-        allreduce, begun = comm.quantized_allreduce_coalesced, []
-
-        def fails_once(arrays: Any, **how: Any) -> Any:
-            if len(begun) == 3:  # the second call of the second step
-                begun.append(None)
-                raise KeyboardInterrupt
-            begun.append(allreduce(arrays, **how))
-            return begun[-1]
-
-        vars(comm).update(quantized_allreduce_coalesced=fails_once)
-        outer.step()
-        params[0] += np.random.default_rng(comm.rank).standard_normal(64).astype(np.float32)
+    params = [np.zeros(64, np.float32), np.zeros(64, np.float16)]
+    outer = qccl.DiLoCo(comm, params, codec="onebit+ef")
+    rng = np.random.default_rng(comm.rank)
+    for _ in range(2):  # before there are residuals, and with them
         before = residuals(comm)
-        with pytest.raises(KeyboardInterrupt):
+        params[0] += rng.standard_normal(64).astype(np.float32)
+        params[1][5] = np.nan
+        with pytest.raises(qccl.ArgumentError, match="not finite"):
             outer.step()
-        assert residuals(comm) == before and len(before) == 2
+        assert residuals(comm) == before
+        for array, common in zip(params, outer.common, strict=True):
+            array[...] = common + rng.standard_normal(64).astype(array.dtype)
         outer.step()
-        assert outer.steps == 2 and residuals(comm) != before
-
-    qccl.run_ranks(2, run)
+        assert len(residuals(comm)) == 2
 
 
-def changed_by(comm: qccl.Communicator, params: Any, change: Callable[[Any], Any]) -> Any:
-    return qccl.DiLoCo(comm, params, codec="none", outer_lr=1, momentum=0).step(change(params))
+@on_ranks(2)
+def test_an_exception_between_the_calls_of_a_step_changes_no_residuals(comm: qccl.Communicator) -> None:
+    """The first call has begun then; the others would have been of further element types."""
+    params = [np.zeros(64, np.float32), np.zeros(64, np.float16)]
+    outer = qccl.DiLoCo(comm, params, codec="onebit+ef")
+    allreduce, begun = comm.quantized_allreduce_coalesced, []
 
+    def fails_once(arrays: Any, **how: Any) -> Any:
+        if len(begun) == 3:  # the second call of the second step
+            begun.append(None)
+            raise KeyboardInterrupt
+        begun.append(allreduce(arrays, **how))
+        return begun[-1]
 
-def test_arrays_of_torch_keep_their_identity_and_types() -> None:
-    """Parameters that require gradients, of two element types, as a list."""
-    torch = pytest.importorskip("torch")
-
-    def run(comm: qccl.Communicator) -> None:
-        params = [torch.nn.Parameter(torch.ones(3)), torch.ones(2, 2, dtype=torch.bfloat16)]
-        outer = qccl.DiLoCo(comm, params)
-        with torch.no_grad():
-            for p in params:
-                p -= comm.rank + 1
-        found = outer.step(params)
-        assert all(a is b for a, b in zip(found, params, strict=True))
-        assert params[0].requires_grad and not any(array.requires_grad for array in outer.common)
-        # d = 1.5; v = 1.5; 1 - 0.7 (1.5 + 0.9 * 1.5)
-        assert torch.allclose(params[0], torch.full((3,), -0.995)) and torch.allclose(
-            params[1].float(), torch.full((2, 2), -0.995), atol=2e-2
-        )
-
-    qccl.run_ranks(2, run)
-
-
-def test_arrays_of_jax_come_back_as_numpys() -> None:
-    jnp = pytest.importorskip("jax.numpy")
-
-    def run(comm: qccl.Communicator) -> np.ndarray:
-        found = changed_by(comm, {"w": jnp.ones(5)}, lambda params: {"w": params["w"] + comm.rank})
-        found["w"] += 0  # it can be written
-        return found["w"]
-
-    for found in qccl.run_ranks(2, run):
-        np.testing.assert_allclose(found, 1.5)
+    vars(comm).update(quantized_allreduce_coalesced=fails_once)
+    outer.step()
+    params[0] += np.random.default_rng(comm.rank).standard_normal(64).astype(np.float32)
+    before = residuals(comm)
+    with pytest.raises(KeyboardInterrupt):
+        outer.step()
+    assert residuals(comm) == before and len(before) == 2
+    outer.step()
+    assert outer.steps == 2 and residuals(comm) != before
 
 
 def test_bfloat16_of_numpy() -> None:
@@ -348,35 +211,48 @@ def test_bfloat16_of_numpy() -> None:
     np.testing.assert_allclose(qccl.run_ranks(2, run)[0], 0.7 * 1.9, rtol=2**-6)
 
 
-def test_refused() -> None:
-    def run(comm: qccl.Communicator) -> None:
-        params = [np.ones(5, np.float32)]
-        for arguments, message in (
-            ({"outer_lr": 0}, "outer_lr must be a positive number"),
-            ({"outer_lr": float("inf")}, "outer_lr must be a positive number"),
-            ({"momentum": 1}, "momentum must be a number from 0 to below 1"),
-            ({"nesterov": "yes"}, "nesterov must be True or False"),
-            ({"key": None}, "needs a name for the array"),
-            ({"codec": "minmax4+ef+nesterov"}, "has momentum, and so has the outer step"),
-        ):
-            with pytest.raises(qccl.ArgumentError, match=message):
-                qccl.DiLoCo(comm, params, **arguments)
-        for wrong, message in (
-            (iter(params), r"params must be an array, .* not list_iterator; make a list"),
-            ({"w": [1.0]}, r"params\['w'\] is of type list"),
-            ([np.ones(5)], r"params\[0\] has element type float64"),
-        ):
-            with pytest.raises(qccl.ArgumentError, match=message):
-                qccl.DiLoCo(comm, wrong)
-        with pytest.raises(qccl.MismatchError, match=r"ranks \[1\] have other parameters .* or arguments of DiLoCo"):
-            qccl.DiLoCo(comm, params, outer_lr=0.1 if comm.rank else 0.2)
-        outer = qccl.DiLoCo(comm, params)
-        for local, message in (
-            ([np.ones(4, np.float32)], r"type and shape of params\[0\] are \('float32', \(4,\)\), and DiLoCo was made"),
-            ([*params, *params], "params has 2 arrays, and DiLoCo was made for 1"),
-        ):
-            with pytest.raises(qccl.ArgumentError, match=message):
-                outer.step(local)
-        assert outer.steps == 0
+@on_ranks(2)
+def test_refused(comm: qccl.Communicator) -> None:
+    params = [np.ones(5, np.float32)]
+    for arguments, message in (
+        ({"outer_lr": 0}, "outer_lr must be a positive number"),
+        ({"outer_lr": float("inf")}, "outer_lr must be a positive number"),
+        ({"momentum": 1}, "momentum must be a number from 0 to below 1"),
+        ({"nesterov": "yes"}, "nesterov must be True or False"),
+        ({"key": 3}, "key must be a string that names the state of this DiLoCo, not 3"),
+        ({"codec": "minmax4+ef+nesterov"}, "has momentum, and so has the outer step"),
+    ):
+        with pytest.raises(qccl.ArgumentError, match=message):
+            qccl.DiLoCo(comm, params, **arguments)
+    for wrong, message in (
+        (iter(params), r"params must be an array, .* not list_iterator; pass a list"),
+        ({"w": [1.0]}, r"params\['w'\] is of type list"),
+        ([np.ones(5)], r"params\[0\] has element type float64"),
+    ):
+        with pytest.raises(qccl.ArgumentError, match=message):
+            qccl.DiLoCo(comm, wrong)
+    with pytest.raises(qccl.MismatchError, match=r"ranks \[1\] have other parameters .* or arguments of DiLoCo"):
+        qccl.DiLoCo(comm, params, outer_lr=0.1 if comm.rank else 0.2)
+    outer = qccl.DiLoCo(comm, params)
+    for local, message in (
+        ([np.ones(4, np.float32)], r"type and shape of params\[0\] are \('float32', \(4,\)\), and DiLoCo was made"),
+        ([*params, *params], "params has 2 arrays, and DiLoCo was made for 1"),
+    ):
+        with pytest.raises(qccl.ArgumentError, match=message):
+            outer.step(local)
+    assert outer.steps == 0
 
-    qccl.run_ranks(2, run)
+
+@pytest.mark.parametrize("how", [{}, {"period": 2, "delay": 1}, {"period": 2, "fragments": 2}])
+@on_ranks(2)
+def test_the_same_memory_twice_is_refused(comm: qccl.Communicator, how: dict[str, Any]) -> None:
+    """As that of tied weights, when it is made and in each step; a step would change that memory twice."""
+    whole = np.ones(6, np.float32)
+    for params in ({"a": whole, "b": whole}, {"a": whole[:4], "b": whole[3:]}):
+        with pytest.raises(qccl.InvalidBufferError, match=r"params\['a'\] and params\['b'\] overlap in memory"):
+            qccl.DiLoCo(comm, params, **how)
+    params = {"a": whole[:3], "b": whole[3:]}
+    outer = qccl.DiLoCo(comm, params, **how)
+    with pytest.raises(qccl.InvalidBufferError, match="overlap in memory"):
+        outer.step({"a": whole[:3], "b": whole[:3]})
+    assert outer.steps == 0 and outer.step() is not None

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from thread_ranks import on_ranks
 
 import qccl
 from qccl import parameters
@@ -14,26 +15,23 @@ from qccl import parameters
 AVERAGES: dict[str, Any] = {"codec": "none", "outer_lr": 1, "momentum": 0}
 
 
-def test_a_loaded_state_under_way_goes_on_without_the_local_parameters() -> None:
+@on_ranks(2)
+def test_a_loaded_state_under_way_goes_on_without_the_local_parameters(comm: qccl.Communicator) -> None:
     """Nothing else was saved, so each rank goes on from its parameters when the outer step began, not behind them."""
-
-    def run(comm: qccl.Communicator) -> None:
-        params, again = np.zeros(3, np.float32), np.zeros(3, np.float32)
-        how = AVERAGES | {"period": 4, "delay": 2}
-        outer = qccl.DiLoCo(comm, params, **how)
-        for _ in range(4):
-            params += 1 + comm.rank
-            outer.after_local_step()
-        other = qccl.DiLoCo(comm, again, **how)
-        other.load_state_dict(outer.state_dict())
-        assert (again == 4 + 4 * comm.rank).all() and not other.common[0].any()
-        other.finish()
-        assert (again == 6).all() and (other.common[0] == 6).all()
-        other.step()
-        assert (again == 6).all() and (other.common[0] == 6).all()
-        outer.finish()
-
-    qccl.run_ranks(2, run)
+    params, again = np.zeros(3, np.float32), np.zeros(3, np.float32)
+    how = AVERAGES | {"period": 4, "delay": 2}
+    outer = qccl.DiLoCo(comm, params, **how)
+    for _ in range(4):
+        params += 1 + comm.rank
+        outer.after_local_step()
+    other = qccl.DiLoCo(comm, again, **how)
+    other.load_state_dict(outer.state_dict())
+    assert (again == 4 + 4 * comm.rank).all() and not other.common[0].any()
+    other.finish()
+    assert (again == 6).all() and (other.common[0] == 6).all()
+    other.step()
+    assert (again == 6).all() and (other.common[0] == 6).all()
+    outer.finish()
 
 
 @pytest.mark.parametrize("mixing", [None, 0.5])
@@ -58,24 +56,6 @@ def test_a_state_with_local_parameters_is_that_of_its_rank(mixing: float | None)
     qccl.run_ranks(2, run)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, None), (None, 2), (2, 3)])
-def test_averages_under_way_may_be_loaded_with_another_tile(before: int | None, after: int | None) -> None:
-    def run(comm: qccl.Communicator) -> None:
-        params, again = [np.zeros((4, 6), np.float32)], [np.zeros((4, 6), np.float32)]
-        how = AVERAGES | {"period": 4, "delay": 2}
-        outer = qccl.DiLoCo(comm, params, tile=before, **how)
-        params[0] += np.arange(24, dtype=np.float32).reshape(4, 6)
-        for _ in range(4):
-            outer.after_local_step()
-        other = qccl.DiLoCo(comm, again, tile=after, key="other", **how)
-        other.load_state_dict(outer.state_dict())
-        outer.finish()
-        other.finish()
-        assert (other.common[0] == outer.common[0]).all() and outer.common[0][3, 5] == 23
-
-    qccl.run_ranks(2, run)
-
-
 def test_a_move_that_is_interrupted_leaves_the_local_parameters() -> None:
     class Interrupts:
         def __array__(self, *_: Any, **__: Any) -> Any:
@@ -89,39 +69,33 @@ def test_a_move_that_is_interrupted_leaves_the_local_parameters() -> None:
     assert (local == 13).all()
 
 
-def test_a_refused_outer_step_keeps_the_local_steps_that_were_counted() -> None:
+@on_ranks(2)
+def test_a_refused_outer_step_keeps_the_local_steps_that_were_counted(comm: qccl.Communicator) -> None:
     """They weigh in the fragment's next outer step, as their changes are part of it."""
-
-    def run(comm: qccl.Communicator) -> None:
-        params = np.zeros(2, np.float32)
-        outer = qccl.DiLoCo(comm, params, weighted=True, **AVERAGES)
-        params += 4 * comm.rank
-        params[0] = np.nan
-        for local_steps in (1 + 2 * comm.rank, 0):  # 1 and 3
-            with pytest.raises(qccl.ArgumentError, match="not finite"):
-                outer.step(local_steps=local_steps)
-        params[0] = 4 * comm.rank
-        outer.step(local_steps=0)
-        assert (params == 3).all()
-
-    qccl.run_ranks(2, run)
+    params = np.zeros(2, np.float32)
+    outer = qccl.DiLoCo(comm, params, weighted=True, **AVERAGES)
+    params += 4 * comm.rank
+    params[0] = np.nan
+    for local_steps in (1 + 2 * comm.rank, 0):  # 1 and 3
+        with pytest.raises(qccl.ArgumentError, match="not finite"):
+            outer.step(local_steps=local_steps)
+    params[0] = 4 * comm.rank
+    outer.step(local_steps=0)
+    assert (params == 3).all()
 
 
-def test_a_dropped_outer_step_keeps_the_local_steps_that_were_counted() -> None:
+@on_ranks(2)
+def test_a_dropped_outer_step_keeps_the_local_steps_that_were_counted(comm: qccl.Communicator) -> None:
     """continue_on() drops what is under way; a rank that is new has taken no local step."""
-
-    def run(comm: qccl.Communicator) -> None:
-        params = np.zeros(2, np.float32)
-        outer = qccl.DiLoCo(comm, params, weighted=True, period=2, delay=1, **AVERAGES)
-        params += 4 * comm.rank
-        for _ in range(2):
-            outer.after_local_step(local_steps=1 + 2 * comm.rank)
-        outer.state_dict()  # the all-reduce has ended
-        outer.continue_on(comm)
-        outer.step(local_steps=0)
-        assert (params == 3).all()
-
-    qccl.run_ranks(2, run)
+    params = np.zeros(2, np.float32)
+    outer = qccl.DiLoCo(comm, params, weighted=True, period=2, delay=1, **AVERAGES)
+    params += 4 * comm.rank
+    for _ in range(2):
+        outer.after_local_step(local_steps=1 + 2 * comm.rank)
+    outer.state_dict()  # the all-reduce has ended
+    outer.continue_on(comm)
+    outer.step(local_steps=0)
+    assert (params == 3).all()
 
 
 def interrupted(outer: qccl.DiLoCo) -> None:
@@ -168,18 +142,16 @@ def test_no_step_follows_an_interrupted_one(by: str) -> None:
     assert found[0] == found[1]
 
 
-def test_ranks_that_were_all_interrupted_need_a_state() -> None:
-    def run(comm: qccl.Communicator) -> None:
-        params = np.ones(3, np.float32)
-        outer = qccl.DiLoCo(comm, params)
-        state = outer.state_dict()
-        params += 1
-        interrupted(outer)
-        for _ in range(2):
-            with pytest.raises(qccl.ArgumentError, match="on every rank; load a state on all ranks"):
-                outer.continue_on(comm)
-        outer.load_state_dict(state)
-        outer.step()
-        assert (params == 1).all() and outer.steps == 1
-
-    qccl.run_ranks(2, run)
+@on_ranks(2)
+def test_ranks_that_were_all_interrupted_need_a_state(comm: qccl.Communicator) -> None:
+    params = np.ones(3, np.float32)
+    outer = qccl.DiLoCo(comm, params)
+    state = outer.state_dict()
+    params += 1
+    interrupted(outer)
+    for _ in range(2):
+        with pytest.raises(qccl.ArgumentError, match="on every rank; load a state on all ranks"):
+            outer.continue_on(comm)
+    outer.load_state_dict(state)
+    outer.step()
+    assert (params == 1).all() and outer.steps == 1

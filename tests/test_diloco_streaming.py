@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from thread_ranks import on_ranks
 
 import qccl
 from qccl.bench import start
@@ -105,23 +106,23 @@ def test_fragments_take_their_outer_steps_as_the_papers_say(
             np.testing.assert_allclose(shared[i], common[i], atol=5e-6)
 
 
-def test_one_fragment_without_delay_is_an_outer_step_every_period() -> None:
-    def run(comm: qccl.Communicator) -> None:
-        params, others = begin(), begin()
-        plain = qccl.DiLoCo(comm, others, codec="minmax4+ef", key="b")
-        streaming = qccl.DiLoCo(comm, params, codec="minmax4+ef", period=3, key="a")
-        for step in range(1, 10):
-            train(params, comm.rank, step)
-            train(others, comm.rank, step)
-            streaming.after_local_step()
-            if step % 3 == 0:
-                plain.step()
-        assert all(a.tobytes() == b.tobytes() for a, b in zip(params, others, strict=True))
-
-    qccl.run_ranks(2, run)
+@on_ranks(2)
+def test_one_fragment_without_delay_is_an_outer_step_every_period(comm: qccl.Communicator) -> None:
+    params, others = begin(), begin()
+    plain = qccl.DiLoCo(comm, others, codec="minmax4+ef", key="b")
+    streaming = qccl.DiLoCo(comm, params, codec="minmax4+ef", period=3, key="a")
+    for step in range(1, 10):
+        train(params, comm.rank, step)
+        train(others, comm.rank, step)
+        streaming.after_local_step()
+        if step % 3 == 0:
+            plain.step()
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(params, others, strict=True))
 
 
-@pytest.mark.parametrize("codec", ["trellis2+ef", "topk:k=0.1,block=64/k=0.3,block=64+ef"])
+@pytest.mark.parametrize(
+    "codec", ["trellis2+ef", "topk:k=0.1,block=64/k=0.3,block=64+ef", "onebit+ef", "minmax2:rounding=stochastic+ef"]
+)
 def test_all_ranks_hold_the_same_common_bits(codec: str) -> None:
     """At every step, with two element types; after step() also the same parameters."""
 
@@ -144,53 +145,48 @@ def test_all_ranks_hold_the_same_common_bits(codec: str) -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_a_local_step_runs_while_an_outer_step_is_under_way() -> None:
+@on_ranks(2)
+def test_a_local_step_runs_while_an_outer_step_is_under_way(comm: qccl.Communicator, stepping: threading.Event) -> None:
     """Rank 0's local step makes no call, and keeps the interpreter busy until the all-reduce has ended by itself."""
+    events: list[TraceEvent] = []
+    allreduce = comm.quantized_allreduce_coalesced
+    traced = {"quantized_allreduce_coalesced": lambda *a, **how: allreduce(*a, trace=events, **how)}
+    vars(comm).update(traced)
+    params = [np.zeros(200_000, np.float32)]
+    outer = qccl.DiLoCo(comm, params, codec="trellis2+ef", period=2, delay=1)
+    outer.after_local_step()
+    params[0] += np.random.default_rng(comm.rank).standard_normal(params[0].size, np.float32)
+    if comm.rank == 1:
+        assert stepping.wait(60)
+    outer.after_local_step()
+    begun, limit = time.perf_counter(), time.perf_counter() + 60
+    if comm.rank == 0:
+        stepping.set()  # rank 1 begins its part now
+    while not {event.queue for event in events.copy()} >= {"compute", "recv"}:
+        assert time.perf_counter() < limit, "the all-reduce has not ended by itself"
+    ended = time.perf_counter()
+    assert not outer.common[0].any()  # the outer step comes after its delay
+    if comm.rank == 0:
+        during = {event.queue for event in events if begun < event.stop < ended}
+        assert during >= {"compute", "recv"}, during
+    outer.after_local_step()
+    assert outer.common[0].any() and outer.steps == 1
 
-    def run(comm: qccl.Communicator) -> None:
-        events: list[TraceEvent] = []
-        allreduce = comm.quantized_allreduce_coalesced
-        traced = {"quantized_allreduce_coalesced": lambda *a, **how: allreduce(*a, trace=events, **how)}
-        vars(comm).update(traced)
-        params = [np.zeros(200_000, np.float32)]
-        outer = qccl.DiLoCo(comm, params, codec="trellis2+ef", period=2, delay=1)
+
+@on_ranks(2)
+def test_a_rank_that_is_late_holds_nobody_up_during_the_delay(
+    comm: qccl.Communicator, went_on: threading.Event
+) -> None:
+    params = begin()
+    outer = qccl.DiLoCo(comm, params, codec="minmax4+ef", period=4, delay=2)
+    for step in range(1, 7):
+        if comm.rank == 1 and step == 4:  # its part begins when the others have taken two further steps
+            assert went_on.wait(60)
+        train(params, comm.rank, step)
+        if comm.rank == 0 and step == 6:
+            went_on.set()
         outer.after_local_step()
-        params[0] += np.random.default_rng(comm.rank).standard_normal(params[0].size, np.float32)
-        if comm.rank == 1:
-            assert stepping.wait(60)
-        outer.after_local_step()
-        begun, limit = time.perf_counter(), time.perf_counter() + 60
-        if comm.rank == 0:
-            stepping.set()  # rank 1 begins its part now
-        while not {event.queue for event in events.copy()} >= {"compute", "recv"}:
-            assert time.perf_counter() < limit, "the all-reduce has not ended by itself"
-        ended = time.perf_counter()
-        assert not outer.common[0].any()  # the outer step comes after its delay
-        if comm.rank == 0:
-            during = {event.queue for event in events if begun < event.stop < ended}
-            assert during >= {"compute", "recv"}, during
-        outer.after_local_step()
-        assert outer.common[0].any() and outer.steps == 1
-
-    stepping = threading.Event()
-    qccl.run_ranks(2, run)
-
-
-def test_a_rank_that_is_late_holds_nobody_up_during_the_delay() -> None:
-    def run(comm: qccl.Communicator) -> None:
-        params = begin()
-        outer = qccl.DiLoCo(comm, params, codec="minmax4+ef", period=4, delay=2)
-        for step in range(1, 7):
-            if comm.rank == 1 and step == 4:  # its part begins when the others have taken two further steps
-                assert others_went_on.wait(60)
-            train(params, comm.rank, step)
-            if comm.rank == 0 and step == 6:
-                others_went_on.set()
-            outer.after_local_step()
-        assert outer.steps == 1
-
-    others_went_on = threading.Event()
-    qccl.run_ranks(2, run)
+    assert outer.steps == 1
 
 
 @pytest.mark.parametrize("period", [None, 4])
@@ -228,81 +224,63 @@ def test_averages_are_weighted_by_local_steps(period: int | None) -> None:
             np.testing.assert_allclose(array, wanted[i], atol=1e-6)
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_goes_on_from_a_state_to_the_bit_while_an_outer_step_is_under_way(library: str) -> None:
-    torch = pytest.importorskip("torch") if library == "torch" else None
+@on_ranks(2)
+def test_goes_on_from_a_state_to_the_bit_while_an_outer_step_is_under_way(comm: qccl.Communicator) -> None:
+    how: dict[str, Any] = {"codec": "minmax2:rounding=stochastic+ef", "fragments": 2, "period": 4, "delay": 3}
+    params = begin()
+    outer = qccl.DiLoCo(comm, params, weighted=True, **how)
+    for number in range(1, 8):
+        train(params, comm.rank, number)
+        outer.after_local_step(local_steps=comm.rank + 1)
+    file, residuals = io.BytesIO(), comm.state_dict()
+    qccl.save_state(file, outer.state_dict() | {"local": params})
+    state = qccl.load_state(io.BytesIO(file.getvalue()))
+    assert len(state["under_way"]) == 1 and state["steps"] == [1, 1]
 
-    def made() -> list[Any]:
-        return begin() if torch is None else [torch.from_numpy(array) for array in begin()]
+    def go_on(each: qccl.DiLoCo, arrays: list[Any]) -> bytes:
+        for number in range(8, 13):
+            train(arrays, comm.rank, number)
+            each.after_local_step(local_steps=comm.rank + 1)
+        found = b"".join(np.asarray(array).tobytes() for array in (*arrays, *each.common, *each._velocity))
+        each.finish(begin())
+        return found
 
-    def step(params: list[Any], rank: int, number: int) -> None:
-        train([array if torch is None else array.numpy() for array in params], rank, number)
-
-    def run(comm: qccl.Communicator) -> None:
-        how: dict[str, Any] = {"codec": "minmax2:rounding=stochastic+ef", "fragments": 2, "period": 4, "delay": 3}
-        params = made()
-        outer = qccl.DiLoCo(comm, params, weighted=True, **how)
-        for number in range(1, 8):
-            step(params, comm.rank, number)
-            outer.after_local_step(local_steps=comm.rank + 1)
-        file, residuals = io.BytesIO(), comm.state_dict()
-        state = outer.state_dict() | {"local": params}
-        if torch is None:
-            qccl.save_state(file, state)
-            state = qccl.load_state(io.BytesIO(file.getvalue()))
-        else:
-            torch.save(state, file)
-            state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-        assert len(state["under_way"]) == 1 and state["steps"] == [1, 1]
-
-        def go_on(each: qccl.DiLoCo, arrays: list[Any]) -> bytes:
-            for number in range(8, 13):
-                step(arrays, comm.rank, number)
-                each.after_local_step(local_steps=comm.rank + 1)
-            found = b"".join(np.asarray(array).tobytes() for array in (*arrays, *each.common, *each._velocity))
-            each.finish(made())
-            return found
-
-        wanted, again = go_on(outer, params), made()
-        other = qccl.DiLoCo(comm, again, weighted=True, **how)
-        saved = state.pop("local")
-        other.load_state_dict(state)
-        comm.load_state_dict(residuals)
-        for array, each in zip(again, saved, strict=True):
-            array[...] = each
-        assert other.local_steps == 7 and go_on(other, again) == wanted
-
-    qccl.run_ranks(2, run)
+    wanted, again = go_on(outer, params), begin()
+    outer.close()
+    other = qccl.DiLoCo(comm, again, weighted=True, **how)
+    saved = state.pop("local")
+    other.load_state_dict(state)
+    comm.load_state_dict(residuals)
+    for array, each in zip(again, saved, strict=True):
+        array[...] = each
+    assert other.local_steps == 7 and go_on(other, again) == wanted
 
 
-def test_a_refused_average_changes_neither_parameters_nor_residuals() -> None:
+@on_ranks(2)
+def test_a_refused_average_changes_neither_parameters_nor_residuals(comm: qccl.Communicator) -> None:
     """Of two element types, of which one is not finite; training then goes on."""
-
-    def run(comm: qccl.Communicator) -> None:
-        params = begin(1, (np.float32, np.float16))
-        outer = qccl.DiLoCo(comm, params, codec="onebit+ef", period=2, delay=1)
-        for step in range(1, 4):
-            train(params, comm.rank, step)
-            outer.after_local_step()
-        before, common = comm.state_dict()["keys"], [array.copy() for array in outer.common]
-        params[1][...] = np.nan if comm.rank else 1
+    params = begin(1, (np.float32, np.float16))
+    outer = qccl.DiLoCo(comm, params, codec="onebit+ef", period=2, delay=1)
+    for step in range(1, 4):
+        train(params, comm.rank, step)
         outer.after_local_step()
-        with pytest.raises(qccl.ArgumentError, match="not finite"):
-            outer.state_dict()  # and again when it is due
-        local = [array.copy() for array in params]
-        with pytest.raises(qccl.ArgumentError, match="not finite"):
-            outer.after_local_step()
-        for now, then in ((outer.common, common), (params, local)):
-            assert all(a.tobytes() == b.tobytes() for a, b in zip(now, then, strict=True))
-        for key, entry in comm.state_dict()["keys"].items():
-            for name, values in entry["values"].items():
-                assert values.tobytes() == before[key]["values"][name].tobytes()
-        params[1][...] = 1
-        for _ in range(2):
-            outer.after_local_step()
-        assert outer.steps == 2 and outer.local_steps == 7
-
-    qccl.run_ranks(2, run)
+    before, common = comm.state_dict()["keys"], [array.copy() for array in outer.common]
+    params[1][...] = np.nan if comm.rank else 1
+    outer.after_local_step()
+    with pytest.raises(qccl.ArgumentError, match="not finite"):
+        outer.state_dict()  # and again when it is due
+    local = [array.copy() for array in params]
+    with pytest.raises(qccl.ArgumentError, match="not finite"):
+        outer.after_local_step()
+    for now, then in ((outer.common, common), (params, local)):
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(now, then, strict=True))
+    for key, entry in comm.state_dict()["keys"].items():
+        for name, values in entry["values"].items():
+            assert values.tobytes() == before[key]["values"][name].tobytes()
+    params[1][...] = 1
+    for _ in range(2):
+        outer.after_local_step()
+    assert outer.steps == 2 and outer.local_steps == 7
 
 
 def test_a_new_rank_gets_common_parameters_momentum_and_turn() -> None:
@@ -386,103 +364,43 @@ print(found + "\\n", end="", flush=True)
 @pytest.mark.mpi  # it starts processes
 @pytest.mark.skipif(bool(start.obstacle("ucx")), reason=start.obstacle("ucx") or "there")
 def test_training_goes_on_when_a_rank_is_lost_and_another_joins(tmp_path: Path) -> None:
-    lines: list[str] = []
     command = [sys.executable, "-c", LOSES_AND_GAINS, str(tmp_path / "address")]
     way = start.choose_way("ucx")
-    status = start.run_ranks(3, command, way=way, lab=None, smallest=0, silence=60, on_line=lines.append)
+    with open(tmp_path / "lines", "w+") as file:
+        status = start.run_ranks(3, command, way=way, lab=None, smallest=0, stdout=file)
+        file.seek(0)
+        lines = file.read().splitlines()
     assert status == 0 and len(lines) == 3 and len({*lines}) == 1 and lines[0].startswith("3 ranks, ")
 
 
-def test_arrays_of_jax_come_back_as_numpys_where_they_changed() -> None:
-    jnp = pytest.importorskip("jax.numpy")
-
-    def run(comm: qccl.Communicator) -> None:
-        params: Any = {"w": jnp.ones(5), "b": jnp.ones(3)}
-        how: dict[str, Any] = {"codec": "none", "outer_lr": 1, "momentum": 0, "period": 2, "delay": 1, "mixing": 0.5}
-        outer = qccl.DiLoCo(comm, params, fragments={"w": 0, "b": 1}, **how)
-        assert outer.fragments == [1, 0]  # "b" comes first
-        for _ in range(3):
-            params = outer.after_local_step({name: array + 1 + comm.rank for name, array in params.items()})
-        # after step 1 the average of w is 2.5; after step 2 the local one has 3 + 2 rank; then one more step
-        np.testing.assert_allclose(params["w"], (3 + 2 * comm.rank + 2.5) / 2 + 1 + comm.rank)
-        np.testing.assert_allclose(params["b"], (4 + 3 * comm.rank + 4) / 2)
-        assert isinstance(params["b"], np.ndarray)
-        outer.finish()
-
-    qccl.run_ranks(2, run)
-
-
-@pytest.mark.parametrize("beta", [1.0, 0.95])
-def test_sparseloco_as_its_formulas_say(beta: float) -> None:
-    """arXiv 2508.15706: e = beta e + change; the 64 greatest of each 4,096 are sent; e loses them; plain SGD."""
-    sizes, steps, rate = (5000, 700), 5, 0.8
-
-    def change(rank: int, step: int, number: int) -> np.ndarray:
-        return np.random.default_rng([rank, step, number]).standard_normal(sizes[number], np.float32)
-
-    def run(comm: qccl.Communicator) -> list[list[np.ndarray]]:
-        params, found = [np.zeros(size, np.float32) for size in sizes], []
-        feedback = "+ef" if beta == 1 else f"+ef:beta={beta}"
-        how: dict[str, Any] = {"algorithm": "one_shot", "momentum": 0, "outer_lr": rate}
-        outer = qccl.DiLoCo(comm, params, codec=f"topk:k=64,block=4096{feedback}", **how)
-        for step in range(steps):
-            for number, array in enumerate(params):
-                array += change(comm.rank, step, number)
-            outer.step()
-            found.append([array.copy() for array in params])
-        return found
-
-    common = [np.zeros(size) for size in sizes]
-    errors = [[np.zeros(size) for size in sizes] for _ in range(RANKS)]
-    found = qccl.run_ranks(RANKS, run)[0]
-    for step in range(steps):
-        for number, size in enumerate(sizes):
-            total = np.zeros(size)
-            for rank in range(RANKS):
-                error = beta * errors[rank][number] - change(rank, step, number)
-                sent = np.zeros(size)
-                for begin_ in range(0, size, 4096):
-                    greatest = begin_ + np.argsort(-np.abs(error[begin_ : begin_ + 4096]), kind="stable")[:64]
-                    sent[greatest] = error[greatest]
-                errors[rank][number] = error - sent
-                total += sent
-            before = common[number].copy()
-            common[number] = before - rate * total / RANKS
-            earlier = found[step - 1][number] if step else np.zeros(size, np.float32)
-            assert ((found[step][number] != earlier) == (common[number] != before)).all()  # the same elements
-            np.testing.assert_allclose(found[step][number], common[number], atol=2e-5)
-
-
-def test_refused() -> None:
-    def run(comm: qccl.Communicator) -> None:
-        params = begin()
-        for arguments, message in (
-            ({"period": 0}, r"period must be a number of local steps, at least that of the fragments \(1\), not 0"),
-            ({"period": 1, "fragments": 2}, r"at least that of the fragments \(2\), not 1"),
-            ({"fragments": 2}, "2 fragments have outer steps at different local steps; give period="),
-            ({"fragments": 5, "period": 9}, "fragments=5 is not possible; there are 4 arrays"),
-            ({"fragments": [0, 2, 0, 0], "period": 9}, "fragments must be how many, or for each of the 4 arrays"),
-            ({"fragments": [0, 1], "period": 9}, "fragments must be how many"),
-            ({"delay": 1}, "delay must be a number of local steps, 0 or more, and only with period=, not 1"),
-            ({"delay": 4, "period": 4}, "delay must be .* less than period=4, not 4"),
-            ({"mixing": 1}, "mixing must be None or a number from 0 to below 1, not 1"),
-            ({"weighted": 2}, "weighted must be True or False, not 2"),
-            ({"algorithm": "ring"}, "algorithm"),
-        ):
-            with pytest.raises(qccl.ArgumentError, match=message):
-                qccl.DiLoCo(comm, params, **arguments)
-        with pytest.raises(qccl.ArgumentError, match="weighted=True needs parameters with elements"):
-            qccl.DiLoCo(comm, [np.ones(0, np.float32)], weighted=True)
-        outer = qccl.DiLoCo(comm, params)
-        with pytest.raises(qccl.ArgumentError, match=r"make DiLoCo with period="):
-            outer.after_local_step()
-        with pytest.raises(qccl.ArgumentError, match=r"local_steps=3 is only for DiLoCo with weighted=True"):
-            outer.step(local_steps=3)
-        weighted = qccl.DiLoCo(comm, params, period=1, weighted=True)
-        with pytest.raises(qccl.ArgumentError, match="local_steps must be numbers of local steps, 0 or more, not -1"):
-            weighted.after_local_step(local_steps=-1)
-        with pytest.raises(qccl.ArgumentError, match="params has 3 arrays, and DiLoCo was made for 4"):
-            weighted.after_local_step(params[:3])
-        assert weighted.local_steps == 0
-
-    qccl.run_ranks(1, run)
+@on_ranks(1)
+def test_refused(comm: qccl.Communicator) -> None:
+    params = begin()
+    for arguments, message in (
+        ({"period": 0}, r"period must be a number of local steps, at least that of the fragments \(1\), not 0"),
+        ({"period": 1, "fragments": 2}, r"at least that of the fragments \(2\), not 1"),
+        ({"fragments": 2}, "2 fragments have outer steps at different local steps; give period="),
+        ({"fragments": 5, "period": 9}, "fragments=5 is not possible; there are 4 arrays"),
+        ({"fragments": [0, 2, 0, 0], "period": 9}, "fragments must be how many, or for each of the 4 arrays"),
+        ({"fragments": [0, 1], "period": 9}, "fragments must be how many"),
+        ({"delay": 1}, "delay must be a number of local steps, 0 or more, and only with period=, not 1"),
+        ({"delay": 4, "period": 4}, "delay must be .* less than period=4, not 4"),
+        ({"mixing": 1}, "mixing must be None or a number from 0 to below 1, not 1"),
+        ({"weighted": 2}, "weighted must be True or False, not 2"),
+        ({"algorithm": "ring"}, "algorithm"),
+    ):
+        with pytest.raises(qccl.ArgumentError, match=message):
+            qccl.DiLoCo(comm, params, **arguments)
+    with pytest.raises(qccl.ArgumentError, match="weighted=True needs parameters with elements"):
+        qccl.DiLoCo(comm, [np.ones(0, np.float32)], weighted=True)
+    outer = qccl.DiLoCo(comm, params)
+    with pytest.raises(qccl.ArgumentError, match=r"make DiLoCo with period="):
+        outer.after_local_step()
+    with pytest.raises(qccl.ArgumentError, match=r"local_steps=3 is only for DiLoCo with weighted=True"):
+        outer.step(local_steps=3)
+    weighted = qccl.DiLoCo(comm, params, period=1, weighted=True)
+    with pytest.raises(qccl.ArgumentError, match="local_steps must be numbers of local steps, 0 or more, not -1"):
+        weighted.after_local_step(local_steps=-1)
+    with pytest.raises(qccl.ArgumentError, match="params has 3 arrays, and DiLoCo was made for 4"):
+        weighted.after_local_step(params[:3])
+    assert weighted.local_steps == 0

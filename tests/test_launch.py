@@ -1,4 +1,4 @@
-"""What started a process, and that no rank is alone by mistake: launchers, frameworks, MPI under another mpiexec.
+"""How ranks find each other, and that no rank is alone by mistake: launchers, MPI under another mpiexec.
 
 The commands of the documentation start the README's program.
 """
@@ -6,90 +6,50 @@ The commands of the documentation start the README's program.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import patch
 
+import numpy as np
 import pytest
+from plain_ranks import free_ports
 
 import qccl
-from qccl import launchers
+from qccl import launch, launchers
 from qccl.costs.group import GroupProfile
 from qccl.errors import ArgumentError
-from qccl.launch import _profile, has_mpi
+from qccl.launch import _profile
+from qccl.transports.choice import refusal_of_mpi
 
 pytestmark = pytest.mark.starts_first
 
 ROOT = Path(__file__).resolve().parent.parent
 
-OPEN_MPI_1 = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
-OPEN_MPI_4 = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
-MPICH_1 = {"PMI_RANK": "0", "PMI_SIZE": "1"}
 MPICH_4 = {"PMI_RANK": "0", "PMI_SIZE": "4"}
 TORCHRUN_1 = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 TORCHRUN_4 = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-KUBERNETES_4 = {"JOB_COMPLETION_INDEX": "3", "WORLD_SIZE": "4"}
-SALLOC_4 = {"SLURM_NTASKS": "4"}
 SBATCH_4 = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
-SRUN_1 = {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
-SRUN_4 = {"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
-#: the shell of salloc may be a step of one task, which keeps the allocation's number
-SHELL_4 = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
-
 
 #: this environment without the variables of launchers
-CLEAN = {key: value for key, value in os.environ.items() if key not in {*sum(launchers._VARIABLES.values(), ())}}
+CLEAN = launchers.without_launchers(os.environ)
 
 
-def test_what_started_this_process():
-    assert launchers.detect({}) is None
-    assert launchers.detect(SALLOC_4) is None
-    assert launchers.detect(TORCHRUN_4) == launchers.Launcher("torchrun", 1, 4, 1, 2)
-    assert launchers.detect(SRUN_4 | TORCHRUN_1 | MPICH_4).name == "MPICH"
-    assert launchers.detect(SRUN_4) == launchers.Launcher("srun", 2, 4, 0, 0)
-    assert launchers.detect(SHELL_4).size == 1
-    assert launchers.detect(KUBERNETES_4) == launchers.Launcher("Kubernetes", 3, 4, 0, 0)
-    assert launchers.detect(KUBERNETES_4 | TORCHRUN_4).name == "torchrun"
-    assert launchers.detect({"JOB_COMPLETION_INDEX": "3"}) is None
-    with pytest.raises(qccl.ArgumentError, match="not readable"):
-        launchers.detect({"RANK": "x", "WORLD_SIZE": "4"})
+@pytest.fixture
+def environ(monkeypatch):
+    """The variables of this process, which knows of no launcher and has no MPI."""
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with patch.dict(os.environ):
+        for name in os.environ.keys() - CLEAN.keys():
+            del os.environ[name]
+        yield os.environ
 
-
-@pytest.mark.parametrize(
-    "environ",
-    [{}, OPEN_MPI_1, MPICH_1, TORCHRUN_1, SALLOC_4, SRUN_1, SHELL_4, SBATCH_4 | MPICH_1, SRUN_4 | TORCHRUN_1],
-)
-def test_one_rank_where_one_was_started(environ):
-    launchers.check_alone(environ)
-
-
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        (OPEN_MPI_4, "Open MPI started 4 ranks, but MPI sees 1.*mpiexec of that library"),
-        (MPICH_4, "MPICH started 4 ranks, but MPI sees 1.*mpiexec of that library"),
-        (TORCHRUN_4, r"torchrun started 4 ranks.*use qccl.init\(\)"),
-        (KUBERNETES_4, "Kubernetes started 4 ranks"),
-        (SRUN_4, "srun started 4 ranks.*--mpi=pmi2"),
-        (SBATCH_4, "sbatch asked for 4 ranks.*with srun"),
-        (MPICH_1 | TORCHRUN_4, "torchrun started 4 ranks"),
-    ],
-)
-def test_one_rank_where_more_were_started(environ, message):
-    with pytest.raises(qccl.ArgumentError, match=message):
-        launchers.check_alone(environ)
-
-
-def test_mpi_has_another_size_than_the_launcher():
-    with pytest.raises(qccl.ArgumentError, match="4 ranks, but MPI sees 2"):
-        launchers.check_size(launchers.detect(MPICH_4), 2)
-
-
-# -- processes -------------------------------------------------------------------------------------------------------
 
 INIT = """
 try:
@@ -100,124 +60,49 @@ except qccl.QcclError as error:
 """
 
 
+#: forks itself for each of the programs, whose outputs go to files: an import of qccl costs more than most of them
+STARTER = """
+import json, os, sys
+import numpy, qccl
+qccl.Communicator
+programs, folder = json.load(sys.stdin)
+children = []
+for number, program in enumerate(programs):
+    sys.stdout.flush()
+    if child := os.fork():
+        children.append(child)
+        continue
+    os.dup2(os.open(f"{folder}/{number}", os.O_WRONLY | os.O_CREAT), 1)
+    exec(program, {"__name__": "__main__", "qccl": qccl})
+    sys.exit()
+sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+"""
+
+
 def outputs(*programs: str, **environment: str) -> list[str]:
     """What Python programs print that run at the same time, and know of no launcher but that of ``environment``."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", f"import qccl\n{program}"],
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-c", STARTER],
             env=CLEAN | {"PYTHONPATH": str(ROOT)} | environment,
-            stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
-        for program in programs
-    ]
-    try:
-        ended = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(10)
-    assert all(process.returncode == 0 for process in processes), ended
-    return [out for out, _ in ended]
+        try:
+            _, errors = process.communicate(json.dumps([programs, folder]), timeout=100)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(10)
+        assert process.returncode == 0, errors
+        return [(Path(folder) / str(number)).read_text() for number in range(len(programs))]
 
 
 def needs(*modules):
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} is not installed")
-
-
-@needs("jax")
-@pytest.mark.parametrize(
-    ("transport", "message"),
-    [("ucx", "rank {} of 2\n"), ("gloo", "EngineError: the 2 ranks of jax.distributed have no transport in common.")],
-)
-def test_ranks_of_jax_find_each_other(port, transport, message):
-    """In processes that no launcher has started."""
-    start = "import jax; jax.distributed.initialize('127.0.0.1:{}', 2, {})\n{}\njax.distributed.shutdown()"
-    programs = (start.format(port, rank, INIT) for rank in range(2))
-    for rank, out in enumerate(outputs(*programs, JAX_PLATFORMS="cpu", QCCL_TRANSPORT=transport)):
-        assert out.startswith(message.format(rank))
-
-
-@needs("torch")
-@pytest.mark.parametrize("transport", ["ucx", "gloo"])
-def test_ranks_of_torch_find_each_other(port, transport):
-    start = (
-        "import torch.distributed as dist; "
-        "dist.init_process_group('gloo', 'tcp://127.0.0.1:{}', world_size=2, rank={})\n{}\ndist.barrier()"
-    )
-    programs = (start.format(port, rank, INIT) for rank in range(2))
-    outs = outputs(*programs, GLOO_SOCKET_IFNAME="lo", QCCL_TRANSPORT=transport)
-    assert outs == [f"rank {rank} of 2\n" for rank in range(2)]
-
-
-#: a program per framework: connect, meet without qccl, and make the communicator
-FRAMEWORKS = {
-    "torch": (
-        "import torch.distributed as dist; "
-        "dist.init_process_group('gloo', 'tcp://127.0.0.1:{port}', world_size=2, rank={rank})\n"
-        "meet, make = dist.barrier, qccl.Communicator.from_torch\n"
-    ),
-    "jax": (
-        "import itertools, jax; jax.distributed.initialize('127.0.0.1:{port}', 2, {rank})\n"
-        "from jax._src.distributed import global_state\n"
-        "met = itertools.count()\n"
-        "meet = lambda: global_state.client.wait_at_barrier(f'met {{next(met)}}', 60_000)\n"
-        "make = qccl.Communicator.from_jax\n"
-    ),
-}
-
-
-@needs("torch", "jax")
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_a_rank_that_gave_up_alone_meets_the_others_in_its_next_attempt(port, framework):
-    """First rank 0 does so, then rank 1."""
-    attempt = "try:\n    make(timeout=0.5)\nexcept qccl.CollectiveTimeout as error:\n    print(error)\n"
-    together = "meet()\nwith make(timeout=60) as comm:\n    print(comm.allgather(bytes([comm.rank])))\n"
-    programs = (
-        FRAMEWORKS[framework].format(port=port, rank=rank)
-        + "".join((attempt if rank == alone else "") + together for alone in range(2))
-        for rank in range(2)
-    )
-    outs = outputs(*programs, JAX_PLATFORMS="cpu", GLOO_SOCKET_IFNAME="lo", QCCL_TRANSPORT="ucx")
-    lines = [out.splitlines() for out in outs]
-    for alone in range(2):
-        assert f"rank {1 - alone} did not" in lines[alone].pop(alone)
-    assert lines == [["[b'\\x00', b'\\x01']"] * 2] * 2
-
-
-@needs("torch")
-def test_a_rank_that_gives_up_while_its_name_is_read():
-    """It deletes the name between the store's answer that there is one and the question for it."""
-    program = """
-import time
-from datetime import timedelta
-import torch.distributed as dist
-from qccl import CollectiveTimeout, meetings
-
-class Store(dist.HashStore):
-    def wait(self, keys, timeout):
-        super().wait(keys, timeout)
-        self.delete_key(keys[0])
-
-store = Store()
-store.set_timeout(timedelta(seconds=60))
-store.set("waiting/1", "a name")
-begin = time.monotonic()
-try:
-    meetings.of_store(store, 0, 2).gather(b"", 0.5)
-except CollectiveTimeout as error:
-    print(error, time.monotonic() - begin < 30)
-"""
-    (out,) = outputs(program)
-    assert out == "rank 1 did not come within 0.5 s (waiting/1 was deleted) True\n"
-
-
-@needs("torch", "jax")
-def test_frameworks_that_are_loaded_but_have_one_rank():
-    (out,) = outputs(f"import jax, jax.distributed, torch.distributed\n{INIT}", JAX_PLATFORMS="cpu")
-    assert out == "rank 0 of 1\n"
 
 
 @pytest.mark.mpi
@@ -241,18 +126,20 @@ for group in MPI.COMM_WORLD, MPI.COMM_SELF:
     assert itself == "rank 0 of 1"
 
 
-@pytest.mark.parametrize(
-    ("launcher", "transport"),
-    [*((name, "ucx") for name in ("torchrun", "MPICH", "Open MPI", "Kubernetes", "srun")), ("torchrun", "gloo")],
-)
-def test_ranks_of_a_launcher_find_each_other_without_mpi(port, launcher, transport):
-    rank, size, *_ = launchers._VARIABLES[launcher]
-    without = "import os, sys; sys.modules['mpi4py'] = None; os.environ[{!r}] = '{}'\n{}"
-    programs = (without.format(rank, number, INIT) for number in range(2))
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "QCCL_TRANSPORT": transport}
-    assert outputs(*programs, **place, **{size: "2"}) == [f"rank {number} of 2\n" for number in range(2)]
+@pytest.mark.processes
+def test_ranks_of_a_launcher_find_each_other_without_mpi():
+    names = ("torchrun", "MPICH", "Open MPI", "Kubernetes", "srun")
+    programs = []
+    for name, port in zip(names, free_ports(len(names)), strict=True):
+        rank, size, *_ = launchers._VARIABLES[name]
+        for number in range(2):
+            variables = {rank: str(number), size: "2", "MASTER_PORT": str(port)}
+            programs.append(f"import os, sys; sys.modules['mpi4py'] = None; os.environ |= {variables}\n{INIT}")
+    found = outputs(*programs, MASTER_ADDR="127.0.0.1", QCCL_TRANSPORT="ucx")
+    assert found == ["rank 0 of 2\n", "rank 1 of 2\n"] * len(names)
 
 
+@pytest.mark.processes
 @needs("mpi4py")
 def test_ranks_of_srun_that_mpi_does_not_know_go_on_without_it():
     """As with srun --mpi=none, or with another kind than the library's; or where mpi4py finds no library."""
@@ -263,19 +150,6 @@ def test_ranks_of_srun_that_mpi_does_not_know_go_on_without_it():
     assert outputs(*programs, **step) == [f"rank {rank} of 2\n" for rank in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("library", "advice"),
-    [("MPICH", "srun --mpi=pmi2 (srun"), ("Open MPI", "srun --mpi=pmix (srun"), (None, "--mpi=pmi2 for MPICH")],
-)
-@pytest.mark.parametrize("environ", [SRUN_4, SRUN_4 | MPICH_4 | {"PMI_JOBID": "7.0"}])
-def test_srun_is_told_what_the_library_needs(library, advice, environ, monkeypatch):
-    module = library and SimpleNamespace(get_vendor=lambda: (library, (5, 0, 0)))
-    monkeypatch.setitem(sys.modules, "mpi4py.MPI", module)
-    launcher = launchers.detect(environ)
-    assert launchers.is_of_srun(launcher, environ) and advice in launchers.remedy(launcher, environ)
-
-
-@pytest.mark.mpi
 @needs("mpi4py")
 @pytest.mark.parametrize(
     ("has_token", "insecure", "wanted", "uses"),
@@ -284,18 +158,34 @@ def test_srun_is_told_what_the_library_needs(library, advice, environ, monkeypat
 def test_a_token_asks_for_encryption_which_mpi_has_not(has_token, insecure, wanted, uses, monkeypatch):
     monkeypatch.setenv("QCCL_TOKEN", "a token for tests only" * has_token)
     monkeypatch.setenv("QCCL_INSECURE", insecure)
-    assert has_mpi(launchers.detect(MPICH_4), wanted) is uses
+    assert (refusal_of_mpi(launchers.detect(MPICH_4), wanted) == "") is uses
 
 
-def test_mpiexec_in_an_allocation_of_slurm_is_not_srun():
-    assert not launchers.is_of_srun(launchers.detect(SRUN_1 | MPICH_4), SRUN_1 | MPICH_4)
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+def test_an_mpi4py_without_a_library(port, tmp_path, transport):
+    """The ranks go on over UCX, and say it; if the program allows MPI alone, the error says what to do."""
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("class rc:\n    finalize = initialize = None\n")
+    (tmp_path / "mpi4py" / "MPI.py").write_text("raise RuntimeError('cannot load MPI library\\nlibmpi.so.12: none')")
+    start = "import logging, os, sys; logging.basicConfig(stream=sys.stdout); os.environ['PMI_RANK'] = '{}'\n{}"
+    programs = (start.format(rank, INIT) for rank in range(2))
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PMI_SIZE": "2", "QCCL_TRANSPORT": transport}
+    place["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
+    for rank, out in enumerate(outputs(*programs, **place)):
+        why = "mpi4py cannot be used (cannot load MPI library); install qccl[mpi]"
+        said = f"WARNING:qccl:rank {rank} of 2 goes on without MPI: " if transport == "auto" else "EngineError: "
+        assert out.startswith(said + why)
+        assert out.endswith(f"\nrank {rank} of 2\n") is (transport == "auto")
 
 
-def test_a_launcher_of_one_rank_without_mpi():
-    (out,) = outputs(f"import sys; sys.modules['mpi4py'] = None\n{INIT}", **TORCHRUN_1)
-    assert out == "rank 0 of 1\n"
+def test_a_launcher_of_one_rank_without_mpi(environ):
+    environ |= TORCHRUN_1
+    with qccl.init("host") as comm:
+        assert (comm.rank, comm.size) == (0, 1)
 
 
+@pytest.mark.processes
 def test_ranks_that_allow_different_transports(port):
     """Both ranks say why there is none for them."""
     start = "import os; os.environ['RANK'] = '{}'\n"
@@ -305,17 +195,37 @@ def test_ranks_that_allow_different_transports(port):
     for out in outs:
         assert out.startswith(
             "EngineError: the 2 ranks of torchrun have no transport in common. ucx: rank 1: the rank allows only gloo; "
-            "gloo: rank 0: the rank allows only ucx"
+            "mpi: rank 0: the rank allows only ucx; gloo: rank 0: the rank allows only ucx"
         )
-    (out,) = outputs("import os; os.environ['QCCL_TRANSPORT'] = 'tcp'\n" + INIT, **TORCHRUN_4, MASTER_PORT="1")
-    assert out.startswith("ArgumentError: QCCL_TRANSPORT='tcp' does not exist; there are auto, mpi, ucx, gloo")
-    with pytest.raises(qccl.ArgumentError, match="transport='MPI' does not exist; there are auto, mpi, ucx, gloo"):
+
+
+def test_transports_that_do_not_exist(environ):
+    environ |= TORCHRUN_4 | {"MASTER_PORT": "1", "QCCL_TRANSPORT": "tcp"}
+    with pytest.raises(qccl.ArgumentError, match="QCCL_TRANSPORT='tcp' does not exist; there are auto, ucx, mpi, gloo"):
+        qccl.init("host")
+    with pytest.raises(qccl.ArgumentError, match="transport='MPI' does not exist; there are auto, ucx, mpi, gloo"):
         qccl.init(transport="MPI")
 
 
-def test_a_batch_script_is_not_a_rank():
-    (out,) = outputs(INIT, **SBATCH_4, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    assert out.startswith("ArgumentError: sbatch asked for 4 ranks")
+def test_ranks_that_are_asked_for_different_backends():
+    launch._check_asked(["auto", "auto"])
+    text = "rank 1 called init.. with backend='cuda' or a device, and rank 0 with backend='auto'; all ranks must"
+    with pytest.raises(qccl.MismatchError, match=text):
+        launch._check_asked(["auto", "cuda"])
+
+
+def test_a_batch_script_may_start_ranks_by_itself(environ, monkeypatch):
+    """Slurm has started one process, whatever the script asked for."""
+    environ |= SBATCH_4
+    monkeypatch.setattr(launch, "frameworks", lambda: iter([("torch.distributed", 2, "")]))
+    monkeypatch.setattr(launch, "of_torch", lambda: "torch's ranks")
+    assert launch._find_meeting(None) == "torch's ranks"
+
+
+def test_a_batch_script_is_not_a_rank(environ):
+    environ |= SBATCH_4 | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with pytest.raises(qccl.ArgumentError, match="sbatch asked for 4 ranks"):
+        qccl.init("host")
 
 
 # -- the documentation's commands --------------------------------------------------------------------------------------
@@ -325,7 +235,7 @@ PAGES = [(ROOT / page).read_text() for page in ("README.md", "docs/howto/startin
 LINES = re.findall(
     r"^(\S.*\bsum\.py)\b", "\n".join(re.findall(r"^```bash\n(.*?)^```", "".join(PAGES), re.S | re.M)), re.M
 )
-#: commands that start the program, by name; those of one name run at the same time
+#: commands that start the program, by name; those of one name run at the same time; torchrun's test is in tests/torch
 COMMANDS = {
     "qccl-bench": ["qccl-bench run --ranks 4 -- python sum.py"],
     "mpiexec": ["mpiexec -n 4 python sum.py"],
@@ -333,13 +243,13 @@ COMMANDS = {
     "srun": ["srun -n 4 python sum.py"],
     "shells": [f"RANK={r} WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python sum.py" for r in range(2)],
 }
-#: one needs two machines, and two root: tests/bench/test_bench_run.py has such commands
+#: two need two machines, and two root: tests/bench/test_run.py has such commands
 UNTESTED = [line for line in LINES if "--nnodes 2" in line or "--link" in line]
 
 
 def test_all_commands_of_the_documentation_are_tested():
     assert set(LINES) == {command for each in COMMANDS.values() for command in each} | set(UNTESTED)
-    assert len(UNTESTED) == 3 and LINES.count(COMMANDS["mpiexec"][0]) == 2  # on both pages
+    assert len(UNTESTED) == 4 and LINES.count(COMMANDS["mpiexec"][0]) == 2  # on both pages
 
 
 def on_this_machine(name: str, port: int) -> list[str]:
@@ -353,16 +263,8 @@ def on_this_machine(name: str, port: int) -> list[str]:
     return [command.replace("torchrun", f"torchrun --master-port {port}") for command in commands]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("mpiexec", marks=[pytest.mark.mpi, needs("mpi4py")]),
-        pytest.param("torchrun", marks=needs("torch")),
-        "qccl-bench",
-        "srun",
-        "shells",
-    ],
-)
+@pytest.mark.processes
+@pytest.mark.parametrize("name", [pytest.param("mpiexec", marks=[pytest.mark.mpi, needs("mpi4py")]), "srun", "shells"])
 def test_the_program_of_the_readme_runs_unchanged(name, port, tmp_path):
     (tmp_path / "sum.py").write_text(PROGRAM)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -414,6 +316,7 @@ def auto_ranks(port, *more, **environment):
     return [out.split(maxsplit=3) for out in outputs(*programs, **environment)]
 
 
+@pytest.mark.processes
 def test_a_saved_profile_is_loaded_instead_of_measured(port, tmp_path):
     path = tmp_path / "profile.json"
     measured, other = auto_ranks(port, str(path))
@@ -436,8 +339,9 @@ def test_a_profile_that_cannot_be_read_is_refused_before_ranks_meet(tmp_path, mo
     monkeypatch.setenv("QCCL_PROFILE", str(path))
     with pytest.raises(ArgumentError, match=r"profile\.json"):
         qccl.init("host")
-    with pytest.raises(ArgumentError, match="profile must be a file's path"):
-        qccl.init("host", profile=7)
+    for wrong in (7, np.ones(2)):
+        with pytest.raises(ArgumentError, match="profile must be a file's path"):
+            qccl.init("host", profile=wrong)
 
 
 def test_an_empty_variable_names_no_profile(monkeypatch):
@@ -445,10 +349,7 @@ def test_an_empty_variable_names_no_profile(monkeypatch):
     assert _profile(None) is None
 
 
-def test_the_profile_of_another_group_is_refused(monkeypatch):
-    for name in [*os.environ]:
-        if name.startswith(("PMI", "OMPI", "SLURM")) or name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(name)
+def test_the_profile_of_another_group_is_refused(environ):
     with pytest.raises(ArgumentError, match="the profile is that of 2 ranks"):
         qccl.init("host", profile=GroupProfile((0, 0), "ucx"))
 
@@ -486,6 +387,7 @@ else:
 """
 
 
+@pytest.mark.processes
 def test_groups_that_grow_and_shrink_measure_anew(port, tmp_path):
     """The newcomer and the survivors choose alike."""
     argv = [[str(rank), f"127.0.0.1:{port}", str(tmp_path)] for rank in range(3)]

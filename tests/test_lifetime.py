@@ -8,6 +8,7 @@ import sys
 import pytest
 from changing_sets import changed_while_read
 
+from qccl import lifetime
 from qccl.lifetime import Registry
 
 
@@ -20,6 +21,7 @@ def printed(program: str) -> list[str]:
 
 REGISTRIES = """
 import atexit, functools, os, sys
+from qccl import lifetime
 from qccl.lifetime import Registry, Stage, at_exit
 
 class Thing:
@@ -33,6 +35,7 @@ def registry(stage, *whats, **more):
 """
 
 
+@pytest.mark.processes
 def test_stages_follow_each_other_however_they_were_registered():
     """As a transport's module that is imported when there are engines; and exit handlers of the program."""
     program = f"""
@@ -55,6 +58,7 @@ transports.add(third)
     assert said[:2] + said[6:] == ["calls end", "leaves first", "between", "a library ends", "before all"]
 
 
+@pytest.mark.processes
 def test_the_last_object_counts():
     """Exit handlers that the program registered before it run afterwards."""
     program = f"""
@@ -69,6 +73,7 @@ engines.add(second)
     assert printed(program)[2:] == ["the program's"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("keeps", [False, True])
 def test_what_a_registry_keeps_alive(keeps):
     program = f"""
@@ -84,6 +89,7 @@ del stays
     assert printed(program) == ["2", "leaves stays"] if keeps else ["2"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_child_and_its_child(keeps):
     """The object is told in both; at their ends nothing is done for it. Where it was kept alive it is never freed."""
@@ -132,3 +138,14 @@ def test_another_thread_may_add_objects_meanwhile():
     with changed_while_read(add):
         found = list(registry)
     assert set(things[:3]) <= set(found) <= set(things)
+
+
+def test_an_exception_that_was_caught_is_not_what_ended_the_process(monkeypatch):
+    """pytest and notebooks keep the last one where Python keeps the one that ends the program."""
+    try:
+        raise ValueError("caught")
+    except ValueError as error:
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+        assert lifetime.unhandled() is None
+        monkeypatch.delattr(sys, "last_value")
+        assert lifetime.unhandled() is None

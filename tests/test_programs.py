@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from thread_ranks import on_ranks
 
 import qccl
 from qccl import programs
@@ -18,11 +19,11 @@ def ones(count: int) -> np.ndarray:
 
 def counts(comm) -> list[int]:
     """The numbers of elements of the collectives that have programs."""
-    return [compiled.spec.count for compiled in comm._programs]
+    return [compiled.spec.count for compiled in comm._session.programs]
 
 
 def any_is_busy(comm) -> bool:
-    return any(compiled.is_busy for compiled in comm._programs)
+    return any(compiled.is_busy for compiled in comm._session.programs)
 
 
 def test_many_calls_in_flight_share_the_programs_of_their_collective():
@@ -41,34 +42,31 @@ def test_many_calls_in_flight_share_the_programs_of_their_collective():
         for work in works if comm.rank else reversed(works):
             work.wait(timeout=20)
         assert all((x == 2 * i + 1).all() for i, x in enumerate(arrays))
-        (compiled,) = comm._programs
+        (compiled,) = comm._session.programs
         return len(compiled.programs), compiled.is_busy
 
     (first, first_busy), (second, second_busy) = qccl.run_ranks(2, run)
     assert first == 16 and 1 <= second <= 16 and not (first_busy or second_busy)
 
 
-def test_refused_calls_leave_no_program_busy():
+@on_ranks(1)
+def test_refused_calls_leave_no_program_busy(comm):
     """Nor a number taken: refused by their arrays, their key or their rate, or by the engine."""
-
-    def run(comm):
-        x = ones(64)
-        state = {"codec": "minmax4+ef", "key": "k"}
-        comm.quantized_allreduce(x, **state)
-        for _ in range(20):
-            with pytest.raises(InvalidBufferError, match="overlap"):
-                comm.quantized_allreduce(x[:-1], x[1:])
-            with pytest.raises(ArgumentError, match="state under key='k' belongs to"):
-                comm.quantized_allreduce(x[1:], **state)
-            with pytest.raises(ArgumentError, match="without lr"):
-                comm.quantized_allreduce(x, **state, lr=0.5)
-            with pytest.raises(ArgumentError, match="lr must be"):
-                comm.quantized_allreduce(x, **state, lr=-1.0)
-        assert comm.calls == comm._session.numbers.sequence == 1 and not comm._session.unsettled
-        comm.quantized_allreduce(x, **state)
-        return [len(compiled.programs) for compiled in comm._programs], any_is_busy(comm)
-
-    assert qccl.run_ranks(1, run) == [([1, 1], False)]
+    x = ones(64)
+    state = {"codec": "minmax4+ef", "key": "k"}
+    comm.quantized_allreduce(x, **state)
+    for _ in range(20):
+        with pytest.raises(InvalidBufferError, match="overlap"):
+            comm.quantized_allreduce(x[:-1], x[1:])
+        with pytest.raises(ArgumentError, match="state under key='k' belongs to"):
+            comm.quantized_allreduce(x[1:], **state)
+        with pytest.raises(ArgumentError, match="without lr"):
+            comm.quantized_allreduce(x, **state, lr=0.5)
+        with pytest.raises(ArgumentError, match="lr must be"):
+            comm.quantized_allreduce(x, **state, lr=-1.0)
+    assert comm.calls == comm._session.numbers.sequence == 1 and not comm._session.unsettled
+    comm.quantized_allreduce(x, **state)
+    assert ([len(compiled.programs) for compiled in comm._session.programs], any_is_busy(comm)) == ([1, 1], False)
 
 
 def test_programs_of_calls_under_way_are_kept(monkeypatch):
@@ -100,11 +98,11 @@ def test_the_program_that_repeats_is_kept(monkeypatch):
     def run(comm):
         x = ones(300)
         comm.quantized_allreduce(x)
-        kept = next(iter(comm._programs))
+        kept = next(iter(comm._session.programs))
         for count in range(1, 6):
             comm.quantized_allreduce(ones(count))
             comm.quantized_allreduce(x)
-            assert kept in comm._programs and len(comm._programs) == 2
+            assert kept in comm._session.programs and len(comm._session.programs) == 2
 
     qccl.run_ranks(1, run)
 
@@ -140,20 +138,19 @@ def test_too_much_workspace_is_given_back(monkeypatch):
         comm.quantized_allreduce(ones(3))
         assert counts(comm) == [3]
         comm.quantized_allreduce(ones(4))
-        return counts(comm), comm._programs.nbytes == next(iter(comm._programs)).programs[0].workspace_nbytes
+        nbytes = next(iter(comm._session.programs)).programs[0].workspace_nbytes
+        return counts(comm), comm._session.programs.nbytes == nbytes
 
     assert qccl.run_ranks(2, run) == [([4], True)] * 2
 
 
-def test_a_call_may_be_waited_for_after_its_programs_were_dropped():
-    def run(comm):
-        x, y = ones(64), ones(64)
-        first = comm.quantized_allreduce(x, async_op=True)
-        comm.load_state_dict(comm.state_dict())  # drops all programs
-        second = comm.quantized_allreduce(y, async_op=True)
-        for work in (first, second):
-            work.wait(timeout=20)
-        (compiled,) = comm._programs
-        return x[0], y[0], len(compiled.programs), compiled.is_busy
-
-    assert qccl.run_ranks(2, run) == [(2, 2, 1, False)] * 2
+@on_ranks(2)
+def test_a_call_may_be_waited_for_after_its_programs_were_dropped(comm):
+    x, y = ones(64), ones(64)
+    first = comm.quantized_allreduce(x, async_op=True)
+    comm.load_state_dict(comm.state_dict())  # drops all programs
+    second = comm.quantized_allreduce(y, async_op=True)
+    for work in (first, second):
+        work.wait(timeout=20)
+    (compiled,) = comm._session.programs
+    assert (x[0], y[0], len(compiled.programs), compiled.is_busy) == (2, 2, 1, False)

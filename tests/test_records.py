@@ -112,6 +112,7 @@ def test_a_failure_writes_the_record(tmp_path, monkeypatch):
     assert later.calls == tuple(record.calls) or later.calls[-1].text == record.calls[-1].text
 
 
+@pytest.mark.processes
 def test_the_signal_writes_the_record(tmp_path):
     """Also while the program waits in a call."""
     program = """

@@ -1,4 +1,4 @@
-"""Wheels install and run where there is no compiler: that of this checkout, and those that scripts/wheels has made.
+"""Wheels hold the licences of all that they contain, and install and run where there is no compiler.
 
     scripts/wheels && scripts/test -m every_wheel tests/test_wheels.py
 
@@ -8,16 +8,64 @@ The systems are kept in build/wheels/systems.
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 import subprocess
 import sys
+import tarfile
 import venv
 from pathlib import Path
 
 import clean_systems
+import nanobind
 import numpy
 import pytest
 
+pytestmark = pytest.mark.processes
 
+BUILD = "import sys; from scikit_build_core import build; getattr(build, sys.argv[1])(sys.argv[2])"
+
+
+def built(step: str, folder: Path) -> Path:
+    """What the build backend makes in ``folder``."""
+    command = [sys.executable, "-c", BUILD, step, str(folder)]
+    subprocess.run(command, cwd=clean_systems.ROOT, check=True, capture_output=True, timeout=60)
+    (made,) = folder.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def licences() -> dict[str, str]:
+    """The licences of what the extension is linked with, by the names of their files, as the libraries have them."""
+    (path,) = (each for each in importlib.metadata.files("nanobind") or () if each.name == "LICENSE")
+    (header,) = (Path(nanobind.__file__).parent / "ext").glob("robin_map/**/robin_map.h")
+    comment = header.read_text(encoding="utf-8").partition("*/")[0].removeprefix("/**")
+    return {
+        "nanobind.txt": path.read_text(encoding="utf-8"),
+        "robin-map.txt": re.sub(r"^ \* ?", "", comment, flags=re.M),
+    }
+
+
+def test_the_wheel_holds_the_licences_of_what_is_linked_in(tmp_path: Path, licences: dict[str, str]) -> None:
+    made = built("prepare_metadata_for_build_wheel", tmp_path)
+    assert (
+        "\nLicense-Expression: Apache-2.0 AND Apache-2.0 WITH LLVM-exception AND BSD-3-Clause AND MIT\n"
+        in (made / "METADATA").read_text()
+    )
+    assert (made / "licenses" / "LICENSE").read_bytes() == (clean_systems.ROOT / "LICENSE").read_bytes()
+    for name, text in licences.items():
+        assert (made / "licenses" / "licenses" / name).read_text().split() == text.split(), name
+
+
+def test_the_source_distribution_holds_them_and_what_the_build_needs(tmp_path: Path, licences: dict[str, str]) -> None:
+    with tarfile.open(built("build_sdist", tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", *(f"licenses/{name}" for name in licences)} <= names
+    assert {"CMakeLists.txt", "pyproject.toml", "README.md", "kernels/host/module.cpp", "qccl/__init__.py"} <= names
+    assert not [name for name in names if name.startswith((".venv", "build/", ".ci")) or name.endswith(".so")]
+
+
+@pytest.mark.slow
 def test_a_wheel_of_this_checkout_runs_the_main_job_without_a_compiler(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     # in the folder where scripts/install has compiled, so nothing is compiled again

@@ -15,6 +15,7 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the ranks share the processors
 
 import argparse
+from collections.abc import Callable, Iterable
 from pydoc_data.topics import topics
 
 import matplotlib.pyplot as plt
@@ -93,41 +94,49 @@ class Adam:
             p[name] -= np.float32(lr * bias) * m / (np.sqrt(v) + 1e-8)
 
 
+def gradient_of(p: Params, part: np.ndarray, rng: np.random.Generator) -> Params:
+    """Of a random batch of a rank's part of the text."""
+    return loss_and_gradient(p, *samples(part, rng.integers(0, len(part) - CONTEXT, BATCH)))[1]
+
+
+def bits_per_byte(p: Params, validation: np.ndarray) -> float:
+    """The loss on every seventh byte of the text for validation."""
+    return loss_and_gradient(p, *samples(validation, np.arange(0, len(validation) - CONTEXT, 7)))[0] / float(np.log(2))
+
+
 def train(comm: qccl.Communicator, way: str, rounds: int, local_steps: int) -> list[float]:
     """The validation losses of the common parameters after each round of local steps, in bits per byte."""
     parts, validation, letters = text()
     params, part, rng = model(letters), parts[comm.rank], np.random.default_rng(comm.rank)
-    check = samples(validation, np.arange(0, len(validation) - CONTEXT, 7))
     codec, options = WAYS[way]
     outer, inner = qccl.DiLoCo(comm, params, codec=codec, period=local_steps, **options), Adam(params)
     losses = []
     for number in range(1, rounds + 1):
         for _ in range(local_steps):
-            batch = samples(part, rng.integers(0, len(part) - CONTEXT, BATCH))
-            inner.step(params, loss_and_gradient(params, *batch)[1])
+            inner.step(params, gradient_of(params, part, rng))
             outer.after_local_step()
         if comm.rank == 0:
             common = dict(zip(sorted(params), outer.common, strict=True))
-            losses.append(loss_and_gradient(common, *check)[0] / np.log(2))
+            losses.append(bits_per_byte(common, validation))
             print(f"{way:28} outer step {number:3} of {rounds}: {losses[-1]:.3f} bits per byte", flush=True)
     outer.finish()
     return losses
 
 
-def sent_mb(way: str) -> float:
-    """What a rank sends in an outer step of all parameters."""
+def sent_mb(way: str, local_steps: int) -> float:
+    """What a rank sends in an outer step of all parameters, however many local steps it follows."""
     codec, arrays = qccl.codecs.get(WAYS[way][0]), model(text()[2]).values()
     return 2 * (RANKS - 1) / RANKS * sum(codec.encoded_nbytes(a.size, a.dtype) for a in arrays) / 1e6
 
 
-def draw(path: str, losses: dict[str, list[float]], title: str) -> None:
+def draw(path: str, losses: dict[str, list[float]], sent: dict[str, float], title: str, unit: str) -> None:
     """The losses over outer steps, and over bytes."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
     for way, each in losses.items():
         steps = np.arange(1, len(each) + 1)
         left.plot(steps, each, label=way)
-        right.semilogx(steps * sent_mb(way), each)
-    left.set(xlabel="outer step", ylabel="validation loss, bits per byte")
+        right.semilogx(steps * sent[way], each)
+    left.set(xlabel=unit, ylabel="validation loss, bits per byte")
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.set(xlabel="MB sent by each rank")
     right.xaxis.set(major_locator=LogLocator(subs=(1, 3)), major_formatter="{x:g}", minor_formatter=NullFormatter())
@@ -137,24 +146,31 @@ def draw(path: str, losses: dict[str, list[float]], title: str) -> None:
     figure.savefig(path)
 
 
-def main() -> None:
-    """Train in each way, and compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def compare(
+    description: str,
+    name: str,
+    ways: Iterable[str],
+    train: Callable[..., list[float]],
+    sent_mb: Callable[[str, int], float],
+    *,
+    lengths: tuple[int, int] = (30, 50),
+    unit: str = "outer step",
+) -> None:
+    """Train in each way for ``lengths``, rounds of so many steps; print a table and draw."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works")
-    parser.add_argument("--figure", default="diloco.png", help="the picture to write")
+    parser.add_argument("--figure", default=f"{name.lower()}.png", help="the picture to write")
     options = parser.parse_args()
-    rounds, local_steps = (3, 10) if options.quick else (30, 50)
-    losses = {
-        way: qccl.run_ranks(RANKS, lambda comm, way=way: train(comm, way, rounds, local_steps))[0] for way in WAYS
-    }
-    print(f"\n{'codec':28} {'loss':>6} {'MB sent':>8}")
+    rounds, steps = (3, 10) if options.quick else lengths
+    losses = {way: qccl.run_ranks(RANKS, lambda comm, way=way: train(comm, way, rounds, steps))[0] for way in ways}
+    sent = {way: sent_mb(way, steps) for way in ways}
+    print(f"\n{'':28} {'loss':>6} {'MB sent':>8}")
     for way, each in losses.items():
-        print(f"{way:28} {each[-1]:6.3f} {sent_mb(way) * rounds:8.2f}")
-    print(f"(an all-reduce of float32 in every local step would send {sent_mb('none') * rounds * local_steps:.0f} MB)")
-    title = f"DiLoCo, {rounds} outer steps of {local_steps} local ones"
-    draw(options.figure, losses, f"Short run: {title}" if options.quick else title)
+        print(f"{way:28} {each[-1]:6.3f} {sent[way] * rounds:8.2f}")
+    title = f"{name}, {rounds} times {steps} steps"
+    draw(options.figure, losses, sent, f"Short run: {title}" if options.quick else title, unit)
     print(f"wrote {options.figure}")
 
 
 if __name__ == "__main__":
-    main()
+    compare(__doc__, "DiLoCo", WAYS, train, sent_mb)

@@ -7,6 +7,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <system_error>
+
 #include "loop.h"
 #include "mixed.h"
 #include "mpi.h"
@@ -66,13 +68,9 @@ std::shared_ptr<PartWire> make_ucx(const UcxFunctions& functions,
   return make_ucx_wire(functions, config, python_fault(std::move(fault)));
 }
 
-// Host and port in numbers, then RelaySettings' keys.
-using PythonRelay = std::tuple<std::string, std::string, nb::bytes, nb::bytes>;
-
 std::shared_ptr<WanWire> make_wan(int listener, const nb::bytes& address, const TlsFunctions& functions,
                                     const std::optional<nb::bytes>& secret, const std::string& congestion_control,
-                                    int connections, double away_seconds, nb::callable fault,
-                                    const std::optional<PythonRelay>& relay) {
+                                    int connections, double away_seconds, nb::callable fault) {
   WanSettings settings;
   settings.listener = listener;
   settings.address = text(address);
@@ -80,11 +78,6 @@ std::shared_ptr<WanWire> make_wan(int listener, const nb::bytes& address, const 
   settings.congestion_control = congestion_control;
   settings.connections = connections;
   settings.away_seconds = away_seconds;
-  if (relay) {
-    const auto& [host, port, key, naming] = *relay;
-    settings.openssl = functions;
-    settings.relay = {{host, port}, text(key), text(naming)};
-  }
   return make_wan_wire(settings, python_fault(std::move(fault)));
 }
 
@@ -148,6 +141,8 @@ void translate(const std::exception_ptr& error, void*) {
     std::rethrow_exception(error);
   } catch (const MessageError& found) {
     PyErr_SetString(nb::module_::import_("qccl.errors").attr("MismatchError").ptr(), found.what());
+  } catch (const std::system_error& found) {
+    PyErr_SetObject(PyExc_OSError, nb::make_tuple(found.code().value(), found.what()).ptr());
   }
 }
 
@@ -171,8 +166,6 @@ std::vector<std::string> texts(const nb::sequence& headers) {
   return found;
 }
 
-// Begins a run. Then it advances until any run has ended if the caller `waits`; otherwise briefly, if other runs are under
-// way. `headers`: one for all ranks, as bytes, or a list with one for each; None for those of the last run.
 Outcome start(Loop& loop, std::shared_ptr<Run> run, const nb::object& headers, std::uint64_t sequence, std::uint64_t call,
               std::optional<float> lr, double timeout, bool traced, bool waits, const nb::callable& on_control) {
   nb::bytes common;
@@ -227,15 +220,12 @@ std::vector<std::tuple<Number, double, double>> trace(const Run& run) {
   return found;
 }
 
-// Of a transfer: whether it is a send, and the other rank.
 std::optional<std::pair<bool, int>> transfer(const Steps& steps, Number i) {
   if (i >= steps.count()) throw nb::index_error("no such step");
   if (steps[i].operation) return std::nullopt;
   return std::pair(steps[i].is_send, steps[i].peer);
 }
 
-// Of each run: its number, the call's number, the header for rank 0, bytes to send and to receive, begin, end, and how long
-// the loop stood still.
 using PythonRecord = std::tuple<std::uint64_t, std::uint64_t, nb::bytes, std::size_t, std::size_t, double, double, double>;
 
 std::vector<PythonRecord> records(const Loop& loop) {
@@ -246,8 +236,6 @@ std::vector<PythonRecord> records(const Loop& loop) {
   return found;
 }
 
-// Of each run: its number, bytes that were sent and received, whether an operation is ready, the ranks whose headers are
-// missing, and of each transfer under way: whether it is a send, the other rank, its bytes, and its begin.
 using PythonTransfer = std::tuple<bool, int, std::size_t, double>;
 using PythonProgress =
     std::tuple<std::uint64_t, std::size_t, std::size_t, bool, std::vector<int>, std::vector<PythonTransfer>>;
@@ -294,12 +282,17 @@ void bind_wires(nb::module_& m) {
       .def(nb::init<nb::object>(), "transport"_a);
   nb::class_<MpiWire, Wire>(m, "MpiWire", "Transfers of an MPI library.")
       .def(nb::new_(&make_mpi), "functions"_a, "handles"_a, "constants"_a, "fault"_a)
-      .def("set_spins", [](MpiWire& wire, std::uint64_t spins) { wire.spins = spins; }, "spins"_a)
+      .def("set_spins", [](MpiWire& wire, std::uint64_t spins) { wire.spins = spins; }, "spins"_a,
+           "The number of empty polls during which the thread keeps the processor; 0, at first: it yields at "
+           "once.")
       .def_prop_ro("under_way", &MpiWire::under_way)
       .def("cancel", &MpiWire::cancel, Release());
+  nb::exception<WireError>(m, "WireError");
   nb::class_<GroupWire, Wire>(m, "GroupWire", "Transfers of a group that connects itself.")
       .def_ro_static("SET_UP", &kSetUp)
-      .def("set_spins", &GroupWire::set_spins, "spins"_a)
+      .def("set_spins", &GroupWire::set_spins, "spins"_a,
+           "The number of empty polls during which a thread keeps the processor; 0, at first: it yields. Then it "
+           "sleeps until a message arrives. A wire between sites sleeps at once.")
       .def_prop_ro("set_up_completed", &GroupWire::set_up_completed)
       .def("address",
            [](GroupWire& wire) {
@@ -312,25 +305,36 @@ void bind_wires(nb::module_& m) {
                const nb::gil_scoped_acquire held;
                return nb::cast<std::vector<int>>(ended(ranks));
              });
-           })
+           },
+           "Connect a rank to the others. ended() returns those of some ranks whose processes have ended; it is "
+           "called when nothing has completed for a while, and then each second. Raises WireError; OSError if "
+           "the system refuses a thread.")
       .def("progress", &GroupWire::progress, "idle"_a, Release())
-      .def("relayed", &GroupWire::relayed, Release())
       .def("close", &GroupWire::close, "seconds"_a, Release());
   nb::class_<PartWire, GroupWire>(m, "PartWire", "Transfers that another wire may share out.");
   nb::class_<WanWire, PartWire>(m, "WanWire", "Transfers between sites.")
-      .def("leave", &WanWire::leave, "ranks"_a, Release());
-  nb::class_<MixedWire, GroupWire>(m, "MixedWire", "Transfers by shared memory and between sites.")
+      .def("leave", &WanWire::leave, "ranks"_a, Release(),
+           "End the connections to ranks that are reached in another way from now on, when all that was sent has "
+           "come.");
+  nb::class_<MixedWire, GroupWire>(
+      m, "MixedWire",
+      "Transfers by shared memory and between sites. Owns the descriptor until share() or close().")
       .def(nb::new_(&make_mixed_wire), "memory"_a, "sites"_a, "descriptor"_a)
       .def("reach", [](MixedWire& wire, const std::vector<nb::bytes>& addresses) { wire.reach(all(addresses)); },
-           "addresses"_a)
-      .def("share", &MixedWire::share, "ranks"_a, Release());
+           "addresses"_a,
+           "Connect the memory to the ranks whose address, by rank, is not empty. Raises as connect() does.")
+      .def("share", &MixedWire::share, "ranks"_a, Release(),
+           "Use shared memory for all later messages to and from the ranks. Once, when no transfer is under way.");
   m.def("ucx_function_names", &ucx_function_names);
-  m.def("ucx_wire", &make_ucx, "functions"_a, "config"_a, "fault"_a);
+  m.def("ucx_wire", &make_ucx, "functions"_a, "config"_a, "fault"_a,
+           "Transfers by UCX. functions: addresses, in the order of ucx_function_names(); config: settings by "
+           "name. Raises WireError; OSError if the system refuses a descriptor.");
   m.def("wan_wire", &make_wan, "listener"_a, "address"_a, "functions"_a, "secret"_a.none(), "congestion_control"_a,
-        "connections"_a, "away_seconds"_a, "fault"_a, "relay"_a.none() = nb::none());
+        "connections"_a, "away_seconds"_a, "fault"_a,
+           "Transfers between sites. listener: a socket's descriptor, which the wire owns. Encrypted with a "
+           "secret, by OpenSSL's functions.");
 }
 
-// Calls, elements, raw and sent bytes; seconds in all, computing, waiting and hidden.
 using PythonTally =
     std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, double, double, double, double>;
 
@@ -349,18 +353,23 @@ void bind_runs(nb::module_& m) {
           [](Tally& tally, std::uint64_t elements, std::uint64_t raw, std::uint64_t sent) {
             tally.add(Tally::Traffic{elements, raw, sent});
           },
-          "elements"_a, "raw_nbytes"_a, "sent_nbytes"_a)
-      .def("totals", &totals);
+          "elements"_a, "raw_nbytes"_a, "sent_nbytes"_a,
+           "Count a call, without times.")
+      .def("totals", &totals,
+           "Calls, elements, raw bytes and sent bytes; seconds in all, computing, waiting and hidden.");
   nb::class_<Steps>(m, "Steps", "A compiled schedule: operations, transfers, and their dependencies.")
       .def(nb::init<int, int, std::size_t, const std::vector<int>&>(), "rank"_a, "size"_a, "most_eager"_a,
            "sends_ahead"_a = std::vector<int>())
       .def("__len__", &Steps::count)
-      .def("add_operation", &Steps::add_operation, "operation"_a, "needs"_a, "writes_output"_a)
+      .def("add_operation", &Steps::add_operation, "operation"_a, "needs"_a, "writes_output"_a,
+           "Add a copy of the operation.")
       .def("add_transfer", &Steps::add_transfer, "is_send"_a, "peer"_a, "tag"_a, "address"_a, "nbytes"_a, "needs"_a)
-      .def("set_source", &Steps::set_source, "step"_a, "address"_a)
+      .def("set_source", &Steps::set_source, "step"_a, "address"_a,
+           "Make a send take its bytes from the address, from the next run on; not for data that is sent with "
+           "headers.")
       .def("link", &Steps::link)
       .def_prop_ro("nbytes", &Steps::nbytes)
-      .def("transfer", &transfer);
+      .def("transfer", &transfer, "Whether a transfer is a send, and the other rank; None for an operation.");
   nb::class_<Run>(m, "Run", "One run of Steps at a time.")
       .def("__init__",
            [](Run* self, std::shared_ptr<Steps> steps, MemoryPointer memory) {
@@ -372,11 +381,12 @@ void bind_runs(nb::module_& m) {
           [](Run& run, std::shared_ptr<Tally> tally, std::uint64_t elements, std::uint64_t raw, std::uint64_t sent) {
             run.count_in(std::move(tally), {elements, raw, sent});
           },
-          "tally"_a, "elements"_a, "raw_nbytes"_a, "sent_nbytes"_a)
-      .def("data_nbytes", &Run::data_nbytes, "peer"_a)
-      .def("missing_ranks", &Run::missing_ranks)
-      .def("waits_for", &Run::waits_for, "is_send"_a)
-      .def("trace", &trace);
+          "tally"_a, "elements"_a, "raw_nbytes"_a, "sent_nbytes"_a,
+           "Add each run that ends to a Tally: so many elements and bytes, and its times.")
+      .def("data_nbytes", &Run::data_nbytes, "peer"_a, "Bytes of data that the peer's header may bring.")
+      .def("missing_ranks", &Run::missing_ranks, "The ranks whose header has not arrived.")
+      .def("waits_for", &Run::waits_for, "is_send"_a, "The ranks of sends, or receives, under way.")
+      .def("trace", &trace, "Step, start and end, in time.perf_counter() seconds.");
 }
 
 void bind_loop(nb::module_& m) {
@@ -392,29 +402,44 @@ void bind_loop(nb::module_& m) {
           },
           "wire"_a, "rank"_a, "size"_a, "most_eager"_a, "call"_a)
       .def_prop_ro("wanted", [](const Loop& loop) { return loop.wanted.load(); })
-      .def_prop_ro("early", &Loop::early)
-      .def_prop_ro("control_sends", &Loop::control_sends)
-      .def_prop_ro("refused", &Loop::refused)
+      .def_prop_ro("early", &Loop::early, "Number of headers of calls that this rank has not made yet.")
+      .def_prop_ro("control_sends", &Loop::control_sends, "Sends of broadcast_control() under way.")
+      .def_prop_ro("refused", &Loop::refused,
+           "Number of ranks of which nothing more is received, because they sent what no rank of this version "
+           "sends.")
       .def("start", &start, "run"_a, "headers"_a.none(), "sequence"_a, "call"_a,
-           "lr"_a.none(), "timeout"_a, "traced"_a, "waits"_a, "on_control"_a)
-      .def("run", &run_until, Release())
-      .def("drive", &drive, Release())
-      .def("step", &step, Release())
-      .def("advance_briefly", &advance_briefly, Release())
-      .def("take_ended", &Loop::take_ended)
-      .def_prop_ro("overdue", &Loop::overdue)
-      .def("records", &records)
-      .def("under_way", &under_way)
+           "lr"_a.none(), "timeout"_a, "traced"_a, "waits"_a, "on_control"_a,
+           "Begin a run; then advance until any run has ended if the caller waits, or else briefly, if other "
+           "runs are under way. headers: one for all ranks, or one for each; None for those of the last run, "
+           "with a new number in them. call and lr are for its operations. timeout: seconds from now to its "
+           "deadline. ENDED: take_ended() has some.")
+      .def("run", &run_until, Release(), "Advance until a run has ended, or the limit; signal handlers run meanwhile.")
+      .def("drive", &drive, Release(), "Advance until a run has ended, or another thread wants to drive.")
+      .def("step", &step, Release(), "Run one operation if one is ready, and poll once.")
+      .def("advance_briefly", &advance_briefly, Release(),
+           "Do all that can be done now; begin nothing more after 0.1 ms.")
+      .def("take_ended", &Loop::take_ended, "The sequence numbers of the runs that have ended since the last call.")
+      .def_prop_ro("overdue", &Loop::overdue,
+           "The sequence number of the run that made a turn end with Outcome.OVERDUE.")
+      .def("records", &records,
+           "The last 1,024 runs: number, call, header for rank 0, bytes to send and to receive, begin, end or 0, "
+           "and the longest time in which the loop stood still.")
+      .def("under_way", &under_way,
+           "Each run under way: its number, bytes sent and received, whether an operation is ready, and missing "
+           "ranks; and of its transfers under way: whether it is a send, the other rank, bytes, and begin.")
       .def(
-          "broadcast_control", [](Loop& loop, const nb::bytes& message) { loop.broadcast_control(text(message)); })
+          "broadcast_control", [](Loop& loop, const nb::bytes& message) { loop.broadcast_control(text(message)); },
+           "Start sending a control message to all other ranks, at most once.")
       .def(
           "drain",
           [](Loop& loop, std::uint64_t idle, const nb::callable& on_control) {
             loop.drain(idle, python_function(on_control));
           },
-          Release())
-      .def("want", [](Loop& loop, int callers) { loop.wanted += callers; })
-      .def("halt", &Loop::halt)
+          Release(),
+          "Poll for control messages after the last run.")
+      .def("want", [](Loop& loop, int callers) { loop.wanted += callers; },
+           "Change the number of threads that want to drive; any thread may call this.")
+      .def("halt", &Loop::halt, "End all present and later turns; any thread may call this.")
       .def_prop_ro("halted", &Loop::halted)
       .def_ro("size", &Loop::size);
   m.attr("HEADER_NBYTES") = kHeaderNbytes;

@@ -87,14 +87,23 @@ void bind_tls(nb::module_& m) {
       .def(nb::init<const TlsFunctions&, const nb::bytes&, int, bool, std::uint64_t>(), "functions"_a, "secret"_a,
            "descriptor"_a, "is_server"_a, "records_per_key"_a = std::uint64_t{1} << 22)
       .def_static("function_names", &tls_function_names)
-      .def("handshake", &PythonStream::handshake)
-      .def("read", &PythonStream::read, "nbytes"_a)
-      .def("write", &PythonStream::write, "data"_a)
-      .def("shut", &PythonStream::shut)
-      .def("close", &PythonStream::close)
-      .def("fileno", &PythonStream::fileno)
-      .def_prop_ro("wants_write", &PythonStream::wants_write)
-      .def_prop_ro("has_pending", &PythonStream::has_pending);
+      .def("handshake", &PythonStream::handshake,
+           "Whether both sides have proved that they have the secret; read() and write() wait for that, too.")
+      .def("read", &PythonStream::read, "nbytes"_a,
+           "The bytes that have come, at most nbytes; b\"\": the peer has closed in order; None: wait.")
+      .def("write", &PythonStream::write, "data"_a,
+           "How many bytes were taken; None: wait. The next call must begin with the bytes that were not taken, "
+           "and have no fewer: they may be encrypted already.")
+      .def("shut", &PythonStream::shut,
+           "Tell the peer that nothing more comes; receiving goes on. If wants_write afterwards, the system has "
+           "not taken the notice yet: call again when the socket is writable.")
+      .def("close", &PythonStream::close,
+           "Close the socket. Without shut() before, the peer takes the connection to be cut.")
+      .def("fileno", &PythonStream::fileno, "The socket's descriptor; -1 once it is closed.")
+      .def_prop_ro("wants_write", &PythonStream::wants_write,
+           "Bytes of the handshake, of the last write(), or of shut() wait for the socket to be writable.")
+      .def_prop_ro("has_pending", &PythonStream::has_pending,
+           "More has been received than the last read() had room for, which select() may not tell.");
 }
 
 }  // namespace qccl

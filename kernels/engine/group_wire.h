@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,11 @@ struct WireFault {
 // Throws.
 using OnFault = std::function<void(const WireFault&)>;
 
+// The library does not start, or reaches no network: the text says which function failed, or names a rank.
+struct WireError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 // Returns those of some ranks whose processes have ended; a wire asks when nothing has completed for a while.
 using FindEnded = std::function<std::vector<int>(const std::vector<int>& ranks)>;
 
@@ -36,13 +42,12 @@ struct GroupWire : Wire {
 
   // What another rank needs to connect to this wire.
   virtual std::string address() = 0;
-  // Connect rank `rank` to all others, once; `addresses` by rank. Throws std::runtime_error that names a rank.
+  // Connect rank `rank` to all others, once; `addresses` by rank. Throws WireError that names a
+  // rank, and std::system_error.
   virtual void connect(int rank, const std::vector<std::string>& addresses, FindEnded find_ended) = 0;
   // Advance transfers without reporting the completed ones, as poll() does.
   virtual void progress(std::uint64_t idle) = 0;
   virtual std::uint64_t set_up_completed() = 0;
-  // The ranks that were reached last by a relay.
-  virtual std::vector<int> relayed() { return {}; }
   // Deliver what was sent, for at most `seconds`; then close the connections. From then on no transfer touches the
   // caller's memory.
   virtual void close(double seconds) = 0;

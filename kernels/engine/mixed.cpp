@@ -91,7 +91,6 @@ class Mixed final : public MixedWire {
 
   std::uint64_t set_up_completed() override { return memory_->set_up_completed() + sites_->set_up_completed(); }
 
-  std::vector<int> relayed() override { return sites_->relayed(); }
 
   void set_spins(std::uint64_t spins) override { memory_->set_spins(spins); }
 

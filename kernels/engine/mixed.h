@@ -11,7 +11,7 @@ namespace qccl {
 // Connects all ranks between sites at first, for the set-up. Then share() says to which the messages go by memory.
 struct MixedWire : GroupWire {
   // Connects the wire of the shared memory to the ranks whose address, by rank, is not empty. Follows connect(). Throws
-  // std::runtime_error that names a rank.
+  // as connect().
   virtual void reach(const std::vector<std::string>& addresses) = 0;
   // From now on the messages to and from these ranks go by memory. Once, when no transfer is under way. Both of two ranks
   // must have reached each other, and say the same.

@@ -441,15 +441,6 @@ const std::vector<const char*>& tls_function_names() {
   return names;
 }
 
-std::string hmac_sha256(const TlsFunctions& functions, const std::string& key, const std::string& text) {
-  const Functions openssl = functions_at(functions);
-  unsigned char found[32];
-  const auto* data = reinterpret_cast<const unsigned char*>(text.data());
-  if (!openssl.hmac(openssl.sha256(), key.data(), static_cast<int>(key.size()), data, text.size(), found, nullptr))
-    throw std::runtime_error("OpenSSL's HMAC failed");
-  return {reinterpret_cast<const char*>(found), sizeof found};
-}
-
 std::shared_ptr<TlsContext> make_tls_context(const TlsFunctions& functions, const std::string& secret,
                                              std::uint64_t records_per_key) {
   return std::make_shared<TlsContext>(functions, secret, records_per_key);

@@ -16,9 +16,6 @@ namespace qccl {
 using TlsFunctions = std::vector<std::uintptr_t>;
 const std::vector<const char*>& tls_function_names();
 
-// HMAC-SHA-256 of `text`: 32 bytes. Throws std::runtime_error where OpenSSL has no memory.
-std::string hmac_sha256(const TlsFunctions& functions, const std::string& key, const std::string& text);
-
 // A broken connection, a failed handshake, or bytes that were changed on the way; the text says which.
 struct StreamError : std::runtime_error {
   using std::runtime_error::runtime_error;

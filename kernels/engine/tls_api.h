@@ -14,7 +14,6 @@ struct Session;
 struct Cipher;
 struct Bio;
 struct BioMethod;
-struct Digest;
 
 using UseSession = int (*)(Ssl*, const void* digest, const unsigned char** identity, std::size_t* nbytes, Session**);
 using FindSession = int (*)(Ssl*, const unsigned char* identity, std::size_t nbytes, Session**);
@@ -83,9 +82,6 @@ struct Functions {
   unsigned long (*err_get)();
   const char* (*err_reason)(unsigned long);
   void (*cleanse)(void*, std::size_t);
-  const Digest* (*sha256)();
-  unsigned char* (*hmac)(const Digest*, const void* key, int key_nbytes, const unsigned char* data, std::size_t nbytes,
-                         unsigned char* to, unsigned int* to_nbytes);
 };
 
 constexpr const char* kNames[] = {"TLS_method",
@@ -130,8 +126,6 @@ constexpr const char* kNames[] = {"TLS_method",
                                   "ERR_clear_error",
                                   "ERR_get_error",
                                   "ERR_reason_error_string",
-                                  "OPENSSL_cleanse",
-                                  "EVP_sha256",
-                                  "HMAC"};
+                                  "OPENSSL_cleanse"};
 
 }  // namespace qccl::tls

@@ -81,7 +81,7 @@ Functions functions_at(const UcxFunctions& addresses) {
 }
 
 void check_started(int status, const char* function) {
-  if (status) throw std::runtime_error(std::string(function) + " failed with UCX status " + std::to_string(status));
+  if (status) throw WireError(std::string(function) + " failed with UCX status " + std::to_string(status));
 }
 
 class Worker final : public ReportingWire<PartWire> {
@@ -120,7 +120,7 @@ class Worker final : public ReportingWire<PartWire> {
       peer.rank = static_cast<int>(i);
       if (peer.rank == rank || addresses[i].empty()) continue;
       if (const int status = connect(peer, addresses[i]))
-        throw std::runtime_error("rank " + std::to_string(i) + " (UCX status " + std::to_string(status) + ")");
+        throw WireError("rank " + std::to_string(i) + " (UCX status " + std::to_string(status) + ")");
     }
     thread_.start();
   }

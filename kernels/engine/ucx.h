@@ -15,8 +15,8 @@ namespace qccl {
 using UcxFunctions = std::vector<std::uintptr_t>;
 const std::vector<const char*>& ucx_function_names();
 
-// One worker, and an endpoint to each peer whose address is not empty. `config` has UCX's settings by name. Throws std::runtime_error where UCX cannot
-// be started.
+// One worker, and an endpoint to each peer whose address is not empty. `config` has UCX's settings by name. Throws WireError where UCX cannot
+// be started, and std::system_error.
 std::shared_ptr<PartWire> make_ucx_wire(const UcxFunctions& functions,
                                         const std::vector<std::pair<std::string, std::string>>& config, OnFault fault);
 

@@ -94,14 +94,6 @@ class Sites final : public ReportingWire<WanWire> {
     if (!is_closed_) look_again(lock);
   }
 
-  std::vector<int> relayed() override {
-    const Lock lock(mutex_);
-    std::vector<int> found;
-    for (const Peer& peer : group_.peers)
-      if (peer.was_relayed) found.push_back(peer.rank);
-    return found;
-  }
-
   void close(double limit) override {
     thread_.stop();
     if (getpid() != process_) return forget_parent();
@@ -218,7 +210,7 @@ class Sites final : public ReportingWire<WanWire> {
       if (peer.rank == rank_ || !peer.lost.empty()) continue;
       links_.call_missing(peer, now);
       if (peer.down_since && now - peer.down_since > settings_.away_seconds)
-        peer.lose("it was away for too long" + peer.relay_answer);
+        peer.lose("it was away for too long");
     }
   }
 
@@ -270,8 +262,7 @@ class Sites final : public ReportingWire<WanWire> {
     if (!link.is_up) return;
     has_pending_ |= link.connection->has_pending();
     Peer& peer = group_.at(link.peer);
-    const bool has_heard = link.connection->has_heard(), is_direct = !link.relay;
-    if (has_heard) links_.has_come(peer, is_direct);
+    if (link.connection->has_heard()) peer.down_since = 0;
     peer.settle(*link.connection);
     if (link.connection->unacknowledged() >= kFramesPerAck) peer.acknowledge(*link.connection);
     collect(peer);
@@ -336,12 +327,9 @@ class Sites final : public ReportingWire<WanWire> {
 
   void look_for_ended(Lock& lock) {
     if (!quiet_.is_over() || has_fault()) return;
-    const bool has_relay = !settings_.relay.place.host.empty();
     std::vector<int> waited;
     for (const Peer& peer : group_.peers)
-      // Where there is a relay, a rank may have the address of this machine in a network of its own.
-      if (peer.down_since && peer.rank != rank_ && peer.in.under_way() && (!has_relay || peer.was_direct || peer.was_relayed))
-        waited.push_back(peer.rank);
+      if (peer.down_since && peer.rank != rank_ && peer.in.under_way()) waited.push_back(peer.rank);
     if (waited.empty()) return;
     lock.unlock();  // it takes a moment, and Python's lock
     const std::vector<int> ended = find_ended_(waited);

@@ -6,7 +6,6 @@
 
 #include "group_wire.h"
 #include "tls.h"
-#include "wan_relay.h"
 
 namespace qccl {
 
@@ -17,8 +16,6 @@ struct WanSettings {
   std::string congestion_control;  // of TCP; empty: the system's
   int connections = 1;             // for long messages, beside the one for short ones
   double away_seconds = 60;        // in which a rank must be reached again
-  wan::RelaySettings relay;        // for ranks that cannot reach each other
-  TlsFunctions openssl;            // for the relay
 };
 
 struct WanWire : PartWire {

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
+#include <system_error>
 #include <utility>
 
 #include "run.h"
@@ -22,8 +23,6 @@ constexpr std::uint64_t kVersion = 1;
 constexpr double kDialSeconds = 1.5, kGreetSeconds = 5, kRetrySeconds = 0.2;
 // The other one of two ranks, which usually calls, begins this much earlier.
 constexpr double kSecondSeconds = 1;
-// How long two ranks try to reach each other directly before they meet at the relay.
-constexpr double kDirectSeconds = 2.5;
 // Callers that are accepted at once: those that have said who they are come first.
 constexpr int kMostAccepts = 16;
 // For long messages: to all ranks of a large group together, and to each at least.
@@ -33,7 +32,7 @@ constexpr int kMostConnections = 1000, kLeastConnections = 2;
 
 Links::Links(const WanSettings& settings, Group& group)
     : settings_(settings), group_(group), epoll_(epoll_create1(EPOLL_CLOEXEC)) {
-  if (epoll_ < 0) throw std::runtime_error("epoll_create1 failed");
+  if (epoll_ < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1");
   fcntl(settings_.listener, F_SETFL, fcntl(settings_.listener, F_GETFL) | O_NONBLOCK);
 }
 
@@ -41,7 +40,13 @@ Links::~Links() { ::close(epoll_); }
 
 void Links::begin(int rank, const std::vector<std::string>& addresses, double now) {
   std::vector<Address> parsed;
-  for (const std::string& address : addresses) parsed.push_back(parse(address));
+  for (const std::string& address : addresses) {
+    try {
+      parsed.push_back(parse(address));
+    } catch (const std::invalid_argument& error) {
+      throw WireError("rank " + std::to_string(parsed.size()) + " (" + error.what() + ")");
+    }
+  }
   group_.name = parsed.at(0).nonce;
   group_.rank = rank;
   group_.peers = std::vector<Peer>(parsed.size());
@@ -53,9 +58,6 @@ void Links::begin(int rank, const std::vector<std::string>& addresses, double no
     peer.down_since = now;
     peer.links.assign(static_cast<std::size_t>(std::min({settings_.connections, parsed[i].connections, most})) + 1, 0);
     peer.next_dial.assign(peer.links.size(), now + (calls_first(peer) ? 0 : kSecondSeconds));
-    peer.relayed.assign(peer.links.size(), 0);
-    peer.next_relayed.assign(peer.links.size(), 0);
-    peer.relay_from = now + kDirectSeconds;
   }
   watch(settings_.listener, 0, EPOLLIN, EPOLL_CTL_ADD);
 }
@@ -86,10 +88,10 @@ Link* Links::at(const Peer& peer, std::size_t slot) {
   return link && link->is_up ? link : nullptr;
 }
 
-bool Links::any_up(const Peer& peer, bool by_relay) const {
+bool Links::any_up(const Peer& peer) const {
   return std::any_of(peer.links.begin(), peer.links.end(), [&](std::uint64_t id) {
     const auto found = links_.find(id);
-    return found != links_.end() && found->second.is_up && bool(found->second.relay) == by_relay;
+    return found != links_.end() && found->second.is_up;
   });
 }
 
@@ -122,7 +124,6 @@ Link& Links::add(int descriptor, double now) {
 void Links::call_missing(Peer& peer, double now) {
   for (std::size_t slot = 0; slot < peer.links.size(); ++slot)
     if (!peer.links[slot] && now >= peer.next_dial[slot]) call(peer, static_cast<int>(slot), now);
-  if (has_relay() && now >= peer.relay_from && !any_up(peer, false)) call_by_relay(peer, now);
 }
 
 void Links::call(Peer& peer, int slot, double now) {
@@ -143,8 +144,10 @@ Link* Links::advance(std::uint64_t id) {
   if (!link->connection && !is_connected(*link)) return nullptr;
   if (!link->is_ready && link->connection->handshake()) {
     link->is_ready = true;
-    if (!link->is_caller && !take_slot(*link)) return drop(id), nullptr;
-    if (!link->is_caller) greet(*link);
+    if (!link->is_caller) {
+      take_slot(*link);
+      greet(*link);
+    }
   }
   link->connection->retry();
   if (link->is_ready) return link;
@@ -152,17 +155,9 @@ Link* Links::advance(std::uint64_t id) {
   return nullptr;
 }
 
-// Whether the socket is connected, by the relay to the other rank, and so TLS begins.
+// Whether the socket is connected, and so TLS begins.
 bool Links::is_connected(Link& link) {
-  if (connect_error(link.descriptor)) {
-    if (link.relay) group_.at(link.peer).relay_answer = ", and the relay cannot be reached";
-    drop(link.id);
-    return false;
-  }
-  if (link.relay && !is_joined(link)) {
-    update(link);
-    return false;
-  }
+  if (connect_error(link.descriptor)) return drop(link.id), false;
   return open(link);
 }
 
@@ -181,17 +176,11 @@ bool Links::open(Link& link) {
   return true;
 }
 
-// The connection of a slot, from now on. A connection by the relay does not replace another one.
-bool Links::take_slot(Link& link) {
-  Peer& peer = group_.at(link.peer);
-  const auto slot = static_cast<std::size_t>(link.slot);
-  if (link.relay && any_up(peer, false)) return false;
-  if (peer.relayed[slot] == link.id) peer.relayed[slot] = 0;
-  std::uint64_t& place = peer.links[slot];
+// The connection of a slot, from now on.
+void Links::take_slot(Link& link) {
+  std::uint64_t& place = group_.at(link.peer).links[static_cast<std::size_t>(link.slot)];
   if (place && place != link.id) drop(place);
   place = link.id;
-  if (link.relay) link.round_trip = seconds() - link.since;
-  return true;
 }
 
 // This side is the one that called.
@@ -243,21 +232,12 @@ void Links::greeted(Link& link, const Head& head, const unsigned char* data) {
   Peer& peer = group_.at(static_cast<int>(head.index));
   if (!peer.lost.empty()) throw StreamError("a rank that was lost");
   if (static_cast<std::size_t>(head.tag) >= peer.links.size()) throw StreamError("a connection that the ranks do not have");
-  if (link.relay && (link.peer != peer.rank || link.slot != head.tag)) throw StreamError("not the rank that was called");
   link.peer = peer.rank;
   link.slot = head.tag;
-  if (!take_slot(link)) throw StreamError("by the relay, though it is reached directly");
-  if (!link.relay) guests_.erase(std::find(guests_.begin(), guests_.end(), link.id));
+  take_slot(link);
+  guests_.erase(std::find(guests_.begin(), guests_.end(), link.id));
   link.is_up = true;
   peer.acknowledge(*link.connection);  // so that the caller knows that it was heard
-}
-
-// Once a rank is reached directly, the relay's connections end.
-void Links::has_come(Peer& peer, bool is_direct) {
-  peer.down_since = 0;
-  peer.was_direct = is_direct;
-  peer.was_relayed = !is_direct;
-  if (is_direct) drop_relayed(peer);
 }
 
 // -- ending -----------------------------------------------------------------------------------------------------------
@@ -274,10 +254,6 @@ void Links::drop(std::uint64_t id) {
   if (link.peer >= 0) {
     Peer& peer = group_.at(link.peer);
     const auto slot = static_cast<std::size_t>(link.slot);
-    if (peer.relayed[slot] == id) {
-      peer.relayed[slot] = 0;
-      peer.next_relayed[slot] = std::max(peer.next_relayed[slot], seconds() + kRelayRetrySeconds);
-    }
     if (peer.links[slot] == id) {
       peer.links[slot] = 0;
       const double next = seconds() + (link.is_up ? 0 : kRetrySeconds) + (calls_first(peer) ? 0 : kSecondSeconds);
@@ -287,10 +263,7 @@ void Links::drop(std::uint64_t id) {
       peer.settle(*link.connection);
       peer.out.again(link.connection->take_frames());
     }
-    if (!peer.down_since && !any_up(peer)) {
-      peer.down_since = seconds();
-      peer.relay_from = peer.down_since + (peer.was_direct ? kDirectSeconds : 0);
-    }
+    if (!peer.down_since && !any_up(peer)) peer.down_since = seconds();
   }
   if (link.connection) {
     dropped_.push_back(std::move(link.connection));  // perhaps one of its functions is running
@@ -305,7 +278,6 @@ void Links::end(Peer& peer) {
     if (Link* const link = find(id); link && link->is_up) link->connection->shut();
     drop(id);
   }
-  for (const std::uint64_t id : std::vector<std::uint64_t>(peer.relayed)) drop(id);
 }
 
 void Links::shut() {

@@ -17,7 +17,7 @@ namespace qccl::wan {
 class Links {
  public:
   // Both must live as long as this. It owns the listener of the settings, whose callers wait in the kernel until begin().
-  // Throws std::runtime_error where the system has no descriptor left.
+  // Throws std::system_error where the system has no descriptor left.
   Links(const WanSettings& settings, Group& group);
   Links(const Links&) = delete;
   Links& operator=(const Links&) = delete;
@@ -36,8 +36,6 @@ class Links {
   Link* advance(std::uint64_t id);
   // A caller says which rank it is. Throws StreamError.
   void greeted(Link& link, const Head& head, const unsigned char* data);
-  // Something has come from a rank.
-  void has_come(Peer& peer, bool is_direct);
   // Sets for what epoll waits.
   void update(Link& link);
 
@@ -62,10 +60,9 @@ class Links {
   Link* find(std::uint64_t id);
   // The connection of a slot, if it is up.
   Link* at(const Peer& peer, std::size_t slot);
-  bool any_up(const Peer& peer) const { return any_up(peer, false) || any_up(peer, true); }
+  bool any_up(const Peer& peer) const;
 
  private:
-  bool any_up(const Peer& peer, bool by_relay) const;
   // Of two ranks the one with the higher number, because rank 0 is the one that all can reach.
   bool calls_first(const Peer& peer) const { return group_.rank > peer.rank; }
   void watch(int descriptor, std::uint64_t id, std::uint32_t events, int operation);
@@ -73,17 +70,9 @@ class Links {
   void call(Peer& peer, int slot, double now);
   bool is_connected(Link& link);
   bool open(Link& link);
-  bool take_slot(Link& link);
+  void take_slot(Link& link);
   void greet(Link& link);
   void listen(bool does);
-
-  // Between two calls of the relay.
-  static constexpr double kRelayRetrySeconds = 0.5;
-  // wan_links_relay.cpp
-  bool has_relay() const { return !settings_.relay.place.host.empty(); }
-  void call_by_relay(Peer& peer, double now);
-  bool is_joined(Link& link);
-  void drop_relayed(Peer& peer);
 
   const WanSettings& settings_;
   Group& group_;

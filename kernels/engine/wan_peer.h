@@ -11,7 +11,6 @@
 #include "wan_connection.h"
 #include "wan_inbox.h"
 #include "wan_outbox.h"
-#include "wan_relay.h"
 #include "wan_sockets.h"
 
 namespace qccl::wan {
@@ -21,7 +20,6 @@ struct Link {
   std::uint64_t id = 0;
   int descriptor = -1;  // while it has no connection
   std::unique_ptr<Connection> connection;
-  std::unique_ptr<RelayCall> relay;  // it goes by the relay, which has joined it once there is a connection
   int peer = -1, slot = -1;
   bool is_caller = false, is_ready = false;  // the handshake is over
   bool is_up = false;                        // and both sides are known
@@ -30,7 +28,6 @@ struct Link {
   std::uint64_t turn = 0;                    // when it was given its last frame, counted in frames
   std::uint32_t events = 0, resent = 0;      // resent: segments, by TCP
   double since = 0, until = 0;               // when it was connected, and when it must be up
-  double round_trip = 0;                     // of the handshake by the relay: TCP measures the way to the relay alone
 };
 
 // Another rank. Times are those of seconds().
@@ -42,11 +39,6 @@ struct Peer {
   Inbox in;
   std::vector<std::uint64_t> links;  // by slot; 0: none. Slot 0 is for short messages
   std::vector<double> next_dial;
-  std::vector<std::uint64_t> relayed;  // by slot: connections by the relay that are not up
-  std::vector<double> next_relayed;
-  double relay_from = 0;                         // from then on it is called by the relay
-  bool was_direct = false, was_relayed = false;  // over which connection something has come last
-  std::string relay_answer;                      // why the relay did not join the last call
   std::string lost;                              // why; nothing more is sent to it or received
   bool is_leaving = false;                       // its messages go another way
   double down_since = 0;                         // 0: there is a connection, and something has come over it
@@ -69,7 +61,6 @@ struct Peer {
     out.clear();
     in.clear();
     std::fill(links.begin(), links.end(), 0);
-    std::fill(relayed.begin(), relayed.end(), 0);
   }
 };
 

@@ -123,7 +123,7 @@ void Sender::measure(Link& link, double now) {
   socklen_t nbytes = sizeof info;
   if (getsockopt(link.connection->descriptor(), IPPROTO_TCP, TCP_INFO, &info, &nbytes)) return;
   Peer& peer = group_.at(link.peer);
-  peer.round_trip = std::max(1e-6 * info.tcpi_rtt, link.round_trip);
+  peer.round_trip = 1e-6 * info.tcpi_rtt;
   if (info.tcpi_total_retrans != std::exchange(link.resent, info.tcpi_total_retrans)) peer.lossy_until = now + kLossySeconds;
   // The other rank's machine has taken all that there is room for, and its process is busy: TCP's timeout would count that.
   // It answers each probe, unless this rank's machine has lost the address, and so cannot even send.

@@ -8,11 +8,12 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <mutex>
-#include <stdexcept>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -31,7 +32,7 @@ class WireThread {
   // `wakeup` becomes readable.
   explicit WireThread(std::function<void(int wakeup)> advance)
       : advance_(std::move(advance)), process_(getpid()), wakeup_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
-    if (wakeup_ < 0) throw std::runtime_error("eventfd failed");
+    if (wakeup_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
   }
 
   WireThread(const WireThread&) = delete;

@@ -78,6 +78,11 @@ struct Key {
   bool add_option(PyObject* value, PyTypeObject* constant, bool is_element = false) {
     PyTypeObject* type = Py_TYPE(value);
     add_pointer(type);
+    if (value == Py_None) return true;
+    if (type == &PyUnicode_Type || type == &PyLong_Type || type == &PyBool_Type || type == &PyFloat_Type) {
+      add_hashed(value);
+      return true;
+    }
     const bool is_list = type == &PyTuple_Type || type == &PyList_Type;
     if (!is_list) values.push_back(value);
     if (PyType_IsSubtype(type, constant)) {
@@ -93,11 +98,13 @@ struct Key {
       hold();  // a list may lose them in a finalizer
       return true;
     }
-    if (value != Py_None && type != &PyUnicode_Type && type != &PyLong_Type && type != &PyBool_Type &&
-        type != &PyFloat_Type)
-      return false;
+    return false;
+  }
+
+  // A value whose type is in the key, or known: the name of a keyword.
+  void add_hashed(PyObject* value) {
+    values.push_back(value);
     words.push_back(static_cast<std::uint64_t>(PyObject_Hash(value)));
-    return true;
   }
 
   void add_array(PyTypeObject* type, const View& view) {
@@ -210,8 +217,10 @@ class CallTable {
     if (!key.add_option(name.ptr(), constant)) return false;
     for (const nb::handle option : options)
       if (!key.add_option(option.ptr(), constant)) return false;
-    for (const auto& [keyword, value] : keywords)
-      if (!key.add_option(keyword.ptr(), constant) || !key.add_option(value.ptr(), constant)) return false;
+    for (const auto& [keyword, value] : keywords) {
+      key.add_hashed(keyword.ptr());
+      if (!key.add_option(value.ptr(), constant)) return false;
+    }
     for (const nb::handle array : arrays) {
       key.words.push_back(!array.is_none());
       if (array.is_none()) continue;
@@ -271,9 +280,13 @@ PyType_Slot kSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&visit_table)},
 void bind_call_table(nb::module_& m) {
   nb::class_<CallTable>(m, "CallTable", nb::type_slots(kSlots), "What earlier calls with equal arguments have proved.")
       .def(nb::init<nb::type_object, nb::object>(), "constant"_a, "describe"_a = nb::none())
-      .def("clear", &CallTable::clear)
-      .def("add", &CallTable::add, "name"_a, "arrays"_a, "options"_a, "keywords"_a, "make"_a)
-      .def("find", &CallTable::find, "name"_a, "arrays"_a, "options"_a, "keywords"_a);
+      .def("clear", &CallTable::clear, "Forget all calls.")
+      .def("add", &CallTable::add, "name"_a, "arrays"_a, "options"_a, "keywords"_a, "make"_a,
+           "Add a call, with the payload that make() returns.")
+      .def("find", &CallTable::find, "name"_a, "arrays"_a, "options"_a, "keywords"_a,
+           nb::sig("def find(self, name: str, arrays: tuple[object, ...], options: tuple[object, ...], "
+                   "keywords: dict[str, object]) -> tuple[typing.Any, list[typing.Any]] | None"),
+           "The payload, and a view of each array that is not None (or itself: raw addresses, NumPy's arrays).");
 }
 
 }  // namespace qccl

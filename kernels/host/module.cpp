@@ -10,7 +10,6 @@
 #include <cstring>
 
 #include "../engine/bind.h"
-#include "../lab/bind.h"
 #include "call_table.h"
 #include "choose_isa.h"
 #include "dlpack.h"
@@ -138,10 +137,11 @@ NB_MODULE(_host, m) {
   qccl::bind_call_table(m);
   qccl::bind_factors(m);
   qccl::bind_engine(m);
-  qccl::lab::bind_lab(m);
   m.def("memcpy", &copy, "dst"_a, "src"_a, "nbytes"_a, Release(), "Copy between addresses; they may not overlap.");
-  m.def("may_access", &qccl::may_access, "address"_a, "nbytes"_a, "writes"_a);
-  m.def("forget_mappings", &qccl::forget_mappings);
+  m.def("may_access", &qccl::may_access, "address"_a, "nbytes"_a, "writes"_a,
+           "Whether so many bytes (at least one) may be read, or written; asks the kernel. No value changes. "
+           "Linux only.");
+  m.def("forget_mappings", &qccl::forget_mappings, "Forget which pages may_access() has looked up.");
   m.attr("isa") = qccl::loops().name;
   nb::list usable;
   for (const qccl::Isa* isa : qccl::usable_isas()) usable.append(isa->name);

@@ -66,10 +66,11 @@ class Costs:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Start and end of every event, and the end of the last one, in seconds."""
+    """Start and end of every event, the end of the last one, and how long the busiest processor works, in seconds."""
 
     events: tuple[TraceEvent, ...]
     total: float
+    busy: float
 
     def on(self, rank: int, queue: str) -> Iterator[TraceEvent]:
         """The events of one queue of one rank, by start."""
@@ -84,7 +85,7 @@ def simulate(schedules: Sequence[Schedule], costs: Costs | None = None, *, rules
     """
     run = _Run(schedules, costs or Costs(), rules)
     total = run.to_end()
-    return Timeline(tuple(run.trace), total)
+    return Timeline(tuple(run.trace), total, max(run.busy, default=0.0))
 
 
 class _Lane:
@@ -126,6 +127,7 @@ class _Run:
         self._lanes: dict[tuple[str, int], _Lane] = {}
         self._departures: dict[int, float] = {}  # when the last byte of a message leaves
         self.trace: list[TraceEvent] = []
+        self.busy = [0.0] * len(schedules)  # the seconds in which each processor works
 
     def to_end(self) -> float:
         """Run all events and return the time of the last."""
@@ -206,6 +208,7 @@ class _Run:
             then(number)
 
         self._processors[rank].busy = True
+        self.busy[rank] += seconds
         self._at(self._now + seconds, end, number)
 
     def _end(self, kind: int, number: int) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from types import MappingProxyType
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qccl import codecs
-from qccl.bench import accuracy, data, reference
+from qccl import codecs, dtypes
+from qccl.bench import data, reference
 from qccl.bench.arrays import Arrays
-from qccl.bench.kinds import KINDS, neighbours
+from qccl.bench.options import DTYPES, KINDS, Options, neighbours
+from qccl.bench.params import codec_of
 from qccl.codecs import Codec, NoCodec
 from qccl.codecs.base import PLAIN_GRANULE
 from qccl.codecs.feedback import momentum_of
@@ -26,10 +28,10 @@ from qccl.collectives import (
     HierarchicalCoalescedSpec,
     HierarchicalSpec,
     PeerExchangeSpec,
+    ReduceScatterSpec,
     spec_of_plan,
 )
-from qccl.collectives.explain import sent_between_nodes
-from qccl.collectives.partitions import EvenParts
+from qccl.collectives.operands import ranks_by_node
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, CodecError
 from qccl.plan import Plan
@@ -40,7 +42,17 @@ if TYPE_CHECKING:
 
     from qccl.communicator import Communicator
 
-__all__ = ["Case", "PlainCall", "QuantizedCall", "Wiring", "parameters_of", "spec_of_case"]
+__all__ = [
+    "Case",
+    "PlainCall",
+    "QuantizedCall",
+    "Wiring",
+    "cases",
+    "check_calls",
+    "parameters",
+    "parameters_of",
+    "spec_of_case",
+]
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,7 @@ class Wiring:
 
     def crossing(self, schedule: Schedule) -> int:
         """Bytes of a schedule that leave its rank's node."""
-        return sent_between_nodes(schedule, self.nodes)
+        return schedule.moved_nbytes(self.nodes)[0]
 
     def transfers(self, rank: int) -> int:
         """The number of transfers in which every rank behind the link of ``rank`` sends to all its peers."""
@@ -100,6 +112,8 @@ class QuantizedCall:
         plan: the plan of the call; the timed calls use it only with ``as_plan``.
         codec: the codec without error feedback and momentum.
         codecs: all codecs of the call; the last one's buckets matter most.
+        each: elements of each array of the call.
+        granule: the parts of a reduce-scatter or all-gather have random keys from a multiple of this on.
         shards: number of parts of the vector that have their own buckets and owner.
     """
 
@@ -133,6 +147,9 @@ class QuantizedCall:
         schedule = self.plan.schedule(in_place=kind.is_allreduce)
         self.name, self.algorithm = codec.spec(), schedule.name
         self.codecs: tuple[Codec, ...] = (self.codec,)
+        self.each: tuple[int, ...] = getattr(self.plan.spec, "each", (case.count,))
+        self._scattered = ranks_by_node(spec.node_ids) if isinstance(spec := self.plan.spec, ReduceScatterSpec) else ()
+        self.granule = math.lcm(self.codec.granule, PLAIN_GRANULE if self._scattered else 1)
         self.shards = 1 if self.algorithm == "one_shot" else comm.size
         if isinstance(self.plan.spec, HierarchicalSpec):
             levels = self.plan.spec.levels()
@@ -214,25 +231,19 @@ class QuantizedCall:
             return self.plan.bind_buffers({"input": x, **dict(zip(names, self._parts(out), strict=True))}, out)
         return self.plan.bind(x, None if out is x else out)
 
-    def bound(self, values: Sequence[NDArray[np.float32]], shard: int) -> NDArray[np.float64]:
-        """The error bound of a stretch of the result."""
+    def expected(self, values: Sequence[NDArray[np.float32]], owner: int, start: int, number: int) -> NDArray[Any]:
+        """The bits of a stretch of call ``number``'s combined values, as in reference.py, in the shard of ``owner``."""
         case, spec = self.case, self.plan.spec
         if isinstance(spec, HierarchicalSpec):
             given = (self.codec, spec.intra, case.dtype, case.op, self._between, self._nodes)
-            return accuracy.hierarchical_bound(values, *given)
-        return accuracy.allreduce_bound(values, self.codec, case.dtype, case.op, self.algorithm, shard)
-
-    def expected(
-        self, values: Sequence[NDArray[np.float32]], shard: int, start: int, number: int
-    ) -> NDArray[Any] | None:
-        """The exact bits of the stretch from element ``start`` of call ``number``'s result; None: not known."""
-        case, spec = self.case, self.plan.spec
-        if case.kind == CoalescedSpec.name and not self.codec.splittable:
-            return None  # each array's part of a shard is a bucket
-        if isinstance(spec, HierarchicalSpec):
-            given = (self.codec, spec.intra, case.dtype, case.op, self._between, self._nodes)
-            return reference.hierarchical(values, *given, self.shards, shard, start, number)
-        return reference.allreduce(values, self.codec, case.dtype, case.op, self.algorithm, shard, start, number)
+            return reference.hierarchical(values, *given, self.shards, owner, start, number)
+        common = (values, self.codec, case.dtype, case.op)
+        if self._scattered:
+            return reference.scattered(*common, self._scattered, owner, start, number)
+        encoded = self.shards > 1 and case.kind != "reduce_scatter" and owner != case.root
+        if self.shards == 1:
+            owner = case.root  # of a reduce; all encode where there is none
+        return reference.reduced(*common, owner, start, number, encoded=encoded)
 
 
 def _as_passed(codec: Codec) -> str | Codec:
@@ -273,8 +284,38 @@ def spec_of_case(
 
 def _equal_arrays(count: int, codec: Codec, arrays: int) -> tuple[int, ...]:
     """The sizes of ``arrays`` arrays, as equal as whole buckets allow, so that the buckets are those of one array."""
-    partition = EvenParts(count, arrays, math.lcm(codec.granule, PLAIN_GRANULE), 1)
-    return tuple(len(partition.shard(i)) for i in range(arrays))
+    granule = math.lcm(codec.granule, PLAIN_GRANULE)
+    bounds = [min(-(-count // granule) * i // arrays * granule, count) for i in range(arrays + 1)]
+    return tuple(stop - start for start, stop in pairwise(bounds))
+
+
+def cases(options: Options, size: int) -> Iterator[Case]:
+    """All cases, ordered by type, operation and size as in nccl-tests; sizes are rounded down to whole elements."""
+    kind = KINDS[options.collective]
+    ops = options.ops if kind.combines else ("none",)
+    for name, op, nbytes in itertools.product(options.dtypes, ops, options.sizes()):
+        dtype = dtypes.get(DTYPES[name])
+        count = nbytes // dtype.itemsize
+        if not (kind.whole_input and kind.whole_output) or options.collective == "all_to_all":
+            count -= count % size  # equal parts
+        root = options.root if "root" in kind.parameters else -1
+        yield Case(count, dtype, op, options.collective, root)
+
+
+def parameters(options: Options, node_ids: Sequence[int]) -> dict[str, Any]:
+    """The parameters besides op, root and algorithm; ``node_ids`` is used without --nodes."""
+    o = options
+    nodes = node_ids if o.nodes is None else [rank % o.nodes for rank in range(len(node_ids))]
+    return {"layout": o.layout, "intra": o.intra, "inter": o.inter, "arrays": o.arrays, "node_ids": nodes}
+
+
+def check_calls(options: Options, size: int) -> None:
+    """Raise ArgumentError or CodecError if a call of the run is impossible on ``size`` ranks."""
+    every = parameters(options, [0] * size)
+    for case, spec in itertools.product(cases(options, size), options.codecs):
+        given = parameters_of(case, options.algorithm, every)
+        call = spec_of_case(case, codec_of(spec), options.chunk, given, 0, size)
+        call.buffers(0, size)
 
 
 class PlainCall:
@@ -291,6 +332,7 @@ class PlainCall:
         """``library`` is "mpi", "gloo" or "nccl"; None means that of the transport."""
         self.case = Case(case.count, case.dtype, "sum" if case.op == "avg" else case.op)
         self.name, self.algorithm, self.shards = library or comm.transport.name, "", comm.size
+        self.each = (case.count,)
         wiring = wiring or Wiring.one_link_each(comm.size)
         nodes = len(set(wiring.nodes))
         each = 2 * (nodes - 1) * case.nbytes // nodes * nodes // len(set(wiring.links))
@@ -321,12 +363,13 @@ class PlainCall:
         """A function that makes one call from ``x`` to ``out``."""
         return arrays.plain(self.name, x, out, self.case.count, self.case.dtype.name, self.case.op)
 
-    def bound(self, values: Sequence[NDArray[np.float32]], shard: int) -> NDArray[np.float64]:
-        """The error bound of a stretch of the result."""
-        return accuracy.plain_bound(values, self.case.dtype, self.case.op)
-
-    def expected(
-        self, values: Sequence[NDArray[np.float32]], shard: int, start: int, number: int
-    ) -> NDArray[Any] | None:
-        """None: the library may add in any order."""
-        return None
+    def bound(self, values: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
+        """The largest possible error of a stretch of the result; the library may add in any order."""
+        dtype, most = self.case.dtype, np.zeros(values[0].shape)
+        if self.case.op in ("min", "max"):
+            return most
+        for v in values:
+            most += np.abs(v)
+        unit, additions = 2.0 ** -(dtype.mantissa_bits + 1), len(values)  # one less, and one for second-order terms
+        most *= unit * (1 + additions * unit)
+        return additions * (most + unit * 2.0**dtype.min_exponent)

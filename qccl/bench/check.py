@@ -1,30 +1,34 @@
-"""Checks of a call: its result to the bit and within the derived bound; its input and the guard elements unchanged."""
+"""Checks of a call: its result to the bit of reference.py; its input and the guard elements unchanged."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from qccl.bench import accuracy, data
-from qccl.bench.kinds import KINDS
-from qccl.bench.parts import compare_parts
+from qccl.bench import data, reference
+from qccl.bench.calls import PlainCall
+from qccl.bench.options import KINDS, neighbours
+from qccl.chunks import ChunkPolicy
 from qccl.codecs.floats import to_float32
+from qccl.collectives.partitions import partition
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from qccl.bench.arrays import Guarded
-    from qccl.bench.calls import PlainCall, QuantizedCall
+    from qccl.bench.calls import QuantizedCall
     from qccl.communicator import Communicator
 
     AnyCall = QuantizedCall | PlainCall
 
-__all__ = ["check"]
+__all__ = ["check", "stretches_of"]
 
 #: elements that are checked at a time
 _STRETCH = 1 << 17
@@ -69,27 +73,116 @@ def compare_shared(
 ) -> Iterator[tuple[float, float, float]]:
     """Wrong elements, and the squares of error and exact result, of the stretches that this rank compares.
 
-    The ranks share the work: each compares a part of its own result with the bound and with the bits of the reference.
-    That is enough if all results have the same bits. If their digests differ, the rank that compares a part gathers all
-    results of it.
+    The ranks share the work: each compares a part of its own result with the reference. That is enough if all results
+    have the same bits. If their digests differ, the rank that compares a part gathers all results of it.
     """
     case = call.case
     digests = comm.allgather(hashlib.blake2b(out.data, digest_size=16).digest())
     differ = call.identical and len(set(digests)) > 1
-    parts = accuracy.stretches(case.count, call.shards, call.codecs, _STRETCH)
-    for turn, (shard, start, stop) in enumerate(parts):
+    for turn, (shard, start, stop, index) in enumerate(stretches_of(call)):
         results = [out[start:stop]]
         if differ:
             results = [np.frombuffer(item, out.dtype) for item in comm.allgather(results[0].tobytes())]
-        if turn % comm.size != comm.rank:
-            continue
-        inputs = [data.gaussian(rank, start, stop, case.dtype, seed) for rank in range(comm.size)]
-        values = call.contributions([to_float32(each, case.dtype) for each in inputs])
-        exact, bound = accuracy.allreduce_exact(values, case.op), call.bound(values, shard)
-        errors = [to_float32(result, case.dtype) - exact for result in results]
-        bad = np.logical_or.reduce([~(np.abs(error) <= bound) for error in errors])  # NaN counts as wrong
-        expected = call.expected(values, shard, start, number)
-        if expected is not None:
-            bits = f"u{case.dtype.itemsize}"
-            bad |= np.logical_or.reduce([result.view(bits) != expected.view(bits) for result in results])
-        yield float(np.count_nonzero(bad)), float(errors[0] @ errors[0]), float(exact @ exact)
+        if turn % comm.size == comm.rank:
+            values = _values(call, range(comm.size), start, stop, seed)
+            exact = reference.exact(values, case.op)
+            errors = [to_float32(result, case.dtype) - exact for result in results]
+            if isinstance(call, PlainCall):
+                bad = ~(np.abs(errors[0]) <= call.bound(values))  # NaN counts as wrong
+            else:
+                expected = call.expected(values, shard, index, number)
+                bad = np.logical_or.reduce([_differ(result, expected) for result in results])
+            yield _sums_of(bad, errors[0], exact)
+
+
+def stretches_of(call: AnyCall, longest: int = _STRETCH) -> Iterator[tuple[int, int, int, int]]:
+    """Shard, first element, end and index of each stretch of the vector, of ``longest`` elements or one bucket at most.
+
+    Stretches are whole buckets of all the call's codecs; if a codec has one bucket per shard, whole shards of an array.
+    """
+    found = partition(call.each, call.shards, call.codecs, ChunkPolicy.of_elements(longest))
+    arrays = list(accumulate(call.each, initial=0))
+    for shard, k in itertools.product(range(found.parts), range(found.chunks)):
+        for part in found.segments(shard, k):
+            yield shard, arrays[part.array] + part.start, arrays[part.array] + part.stop, part.index
+
+
+class _Part(NamedTuple):
+    """Elements ``start`` to ``stop`` of a result come from elements ``first`` and on of the inputs of ``ranks``.
+
+    ``owner`` has combined them; ``key`` is the number of the first one in random keys.
+    """
+
+    start: int
+    stop: int
+    ranks: range
+    first: int
+    owner: int
+    key: int
+
+
+def compare_parts(
+    comm: Communicator, call: QuantizedCall, result: NDArray[Any], seed: int, number: int
+) -> Iterator[tuple[float, float, float]]:
+    """The same of this rank's own output, if ranks get different results."""
+    case, kind = call.case, KINDS[call.case.kind]
+    for part in _parts(call, comm.rank, comm.size):
+        found, before = result[part.start : part.stop], None
+        values = _values(call, part.ranks, part.first, part.first + part.stop - part.start, seed)
+        if kind.combines:
+            exact, expected = reference.exact(values, case.op), call.expected(values, part.owner, part.key, number)
+        else:
+            exact, source = values[0].astype(np.float64), part.ranks[0]
+            round_number = comm.rank if case.kind == "all_to_all" else 0
+            moved = (comm.size > 1 or kind.adds) and not (case.kind == "all_to_all" and source == comm.rank)
+            if kind.adds:
+                own = data.gaussian(comm.size + comm.rank, part.start, part.stop, case.dtype, seed)
+                before = to_float32(own, case.dtype)
+            given = (values[0], call.codec, case.dtype, part.key, number, round_number, source)
+            expected = reference.moved(*given, moved=moved, added_to=before)
+        error = to_float32(found, case.dtype) - exact - (0.0 if before is None else before)
+        yield _sums_of(_differ(found, expected), error, exact)
+
+
+def _parts(call: QuantizedCall, rank: int, size: int) -> Iterator[_Part]:
+    """The output of ``rank``, for collectives other than the all-reduces, split at bucket boundaries."""
+    count, root, codec, every = call.case.count, call.case.root, call.codec, range(size)
+    each = count // size
+    keys = -(-each // call.granule) * call.granule
+    match call.case.kind:
+        case "reduce":
+            parts = stretches_of(call) if rank == root else ()
+            yield from (_Part(start, stop, every, start, shard, index) for shard, start, stop, index in parts)
+            return
+        case "reduce_scatter":
+            whole = [_Part(0, each, every, rank * each, rank, rank * keys)]
+        case "all_gather":
+            whole = [_Part(r * each, (r + 1) * each, range(r, r + 1), 0, r, r * keys) for r in every]
+        case "all_to_all":
+            whole = [_Part(r * each, (r + 1) * each, range(r, r + 1), rank * each, r, 0) for r in every]
+        case "broadcast":
+            whole = [_Part(0, count, range(root, root + 1), 0, root, 0)]
+        case _:  # peer_exchange
+            sources = enumerate((rank, *neighbours(rank, size)))
+            whole = [_Part(i * count, (i + 1) * count, range(r, r + 1), 0, r, 0) for i, r in sources]
+    step = max(codec.granule, _STRETCH // codec.granule * codec.granule) if codec.splittable else 1 << 62
+    for part in whole:
+        for at in range(0, part.stop - part.start, step):
+            start, stop = part.start + at, min(part.start + at + step, part.stop)
+            yield _Part(start, stop, part.ranks, part.first + at, part.owner, part.key + at)
+
+
+def _values(call: AnyCall, ranks: range, start: int, stop: int, seed: int) -> list[NDArray[np.float32]]:
+    dtype = call.case.dtype
+    inputs = [to_float32(data.gaussian(rank, start, stop, dtype, seed), dtype) for rank in ranks]
+    return call.contributions(inputs)
+
+
+def _differ(found: NDArray[Any], expected: NDArray[Any]) -> NDArray[np.bool_]:
+    bits = f"u{found.dtype.itemsize}"
+    different: NDArray[np.bool_] = found.view(bits) != expected.view(bits)
+    return different
+
+
+def _sums_of(bad: Any, error: Any, exact: Any) -> tuple[float, float, float]:
+    return float(np.count_nonzero(bad)), float(error @ error), float(exact @ exact)

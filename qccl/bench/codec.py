@@ -16,20 +16,19 @@ import click
 
 import qccl
 from qccl import codecs, dtypes
-from qccl.bench.files import write_json
-from qccl.bench.options import DTYPES, STDOUT
+from qccl.bench.options import DTYPES
 from qccl.bench.params import (
     AT_LEAST_0,
     AT_LEAST_1,
+    STDOUT,
     codec_list,
     codec_of,
     list_of,
     option,
-    output_file,
     output_file_or_stdout,
-    picture_file,
+    parse_size,
+    write_json,
 )
-from qccl.bench.sizes import parse_size
 from qccl.codecs import Codec
 from qccl.codecs.operations import Operations, copy, instruction_set
 from qccl.dtypes import DType
@@ -87,125 +86,53 @@ class Speed:
 @option("-n --iters", AT_LEAST_1, "N", "Timed passes [20].", 20)
 @option("-w --warmup_iters", AT_LEAST_0, "N", "Passes before them [2].", 2)
 @option("-d --datatype names", list_of(tuple(DTYPES)), "LIST", f"{', '.join(DTYPES)} or all [all].", "all")
-@option("--codec specs", codec_list, "LIST", f"Codecs to measure [{DEFAULT_CODECS}; with --frontier all].")
+@option("--codec specs", codec_list, "LIST", f"Codecs to measure [{DEFAULT_CODECS}].", DEFAULT_CODECS)
 @option("--sources", AT_LEAST_1, "N", "Codes that a reduce combines [3].", 3)
 @option("-t --threads", AT_LEAST_1, "N", "Threads that share an operation [1].", 1)
-@click.option("--frontier", is_flag=True, help="Errors against bytes instead, beside other systems' formulas.")
-@option("--draws", AT_LEAST_1, "N", "With --frontier: draws of each sample [5].")
-@option("--plot picture", picture_file, "FILE", "With --frontier: draw a chart.")
-@option("--write page", output_file, "FILE", "With --frontier: put the rows into the table of a Markdown page.")
 @option("-J --json path", output_file_or_stdout, "FILE", _JSON_HELP)
 def codec(
     size: int,
     iters: int,
     warmup_iters: int,
     names: Sequence[str],
-    specs: Sequence[str] | None,
+    specs: Sequence[str],
     sources: int,
     threads: int,
-    frontier: bool,
-    draws: int | None,
-    picture: str | None,
-    page: str | None,
     path: str | None,
 ) -> None:
     """Time encode, decode and the fused reduce of each codec, in turns with memcpy on one core.
 
     GB/s count the values. "share" is the rate of all bytes that an operation moves, divided by memcpy's rate. A reduce
     combines --sources encoded inputs and the own values, encodes the sum and writes the decoded sum.
-
-    With --frontier nothing is timed: the table lists the codecs' errors on several samples, ordered by bytes, with the
-    errors of other systems' formulas in brackets.
     """
-    if picture is not None and not frontier:
-        raise click.UsageError("--plot draws errors over bytes; give --frontier too")
-    if page is not None and not frontier:
-        raise click.UsageError("--write writes a table of errors; give --frontier too")
-    if draws is not None and not frontier:
-        raise click.UsageError("--draws is a number of draws of values to measure errors on; give --frontier too")
     try:
         isa = instruction_set()
     except ImportError as error:
         raise click.ClickException(f"the host extension cannot be loaded ({error}); install qccl again") from error
-    if frontier:
-        return _frontier(specs, draws, picture, page, path)
     if size < 4:
         raise click.UsageError(f"-b {size} has no whole element; give 4 or more")
-    head = {"qccl_version": qccl.__version__, "isa": isa, "threads": threads}
-    with _Output(path, head) as output:
-        output.line(
-            f"# qccl-bench {qccl.__version__} codec, {size} bytes, {iters} passes, kernels for {isa}, "
-            f"{f'{threads} threads' if threads > 1 else 'one core'}"
-        )
-        output.line("#")
-        for line in _header(sources):
-            output.line(line)
-        for spec, name in itertools.product(specs or codec_list(DEFAULT_CODECS), names):
+    show = partial(click.echo, err=path == STDOUT)
+    show(
+        f"# qccl-bench {qccl.__version__} codec, {size} bytes, {iters} passes, kernels for {isa}, "
+        f"{f'{threads} threads' if threads > 1 else 'one core'}\n#"
+    )
+    show("\n".join(_header(sources)))
+    results: list[dict[str, Any]] = []
+    document = {"qccl_version": qccl.__version__, "isa": isa, "threads": threads, "results": results}
+    try:
+        for spec, name in itertools.product(specs, names):
             dtype = dtypes.get(DTYPES[name])
             speed = measure_codec(codec_of(spec), dtype, size, iters, warmup_iters, sources, threads)
-            output.line(_line(speed, name))
+            show(_line(speed, name))
             shares = {op: speed.share(op) for op in ("encode", "decode", "reduce")}
-            output.add(asdict(speed) | {"share": shares})
-
-
-class _Output:
-    """Prints the table, and writes the figures to a file after each row, or to standard output at the end.
-
-    ``path``: the value of --json. ``head``: the document's entries besides the results.
-    """
-
-    def __init__(self, path: str | None, head: dict[str, Any]) -> None:
-        self._path = path
-        self._document = {**head, "results": []}
-
-    def __enter__(self) -> _Output:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if self._path == STDOUT:
-            click.echo(json.dumps(self._document, indent=1))
-        elif self._path is not None and kind is None:
-            self.line(f"# Wrote {self._path}")
-
-    def line(self, text: str) -> None:
-        """Print a line of the table."""
-        click.echo(text, err=self._path == STDOUT)
-
-    def add(self, *results: dict[str, Any]) -> None:
-        """Add the figures of more rows."""
-        self._document["results"] += results
-        if self._path not in (None, STDOUT):
-            write_json(self._path, self._document)
-
-
-def _frontier(
-    specs: Sequence[str] | None, draws: int | None, picture: str | None, page: str | None, path: str | None
-) -> None:
-    """Measure the codecs' errors; print, plot and write them."""
-    from qccl.bench import frontier
-
-    if page is not None:
-        frontier.split_page(page)  # refuse a page without a table before measuring, which takes minutes
-    number = draws or frontier.DRAWS
-    points = frontier.measure(specs or frontier.FRONTIER, draws=number)
-    with _Output(path, {"qccl_version": qccl.__version__, "draws": number}) as output:
-        output.line(
-            f"# qccl-bench {qccl.__version__} codec --frontier, {number} draws of {frontier.COUNT} float32 per sample"
-        )
-        output.line("# relative L2 error of one encode and decode: median of the draws, and their range if over 10%")
-        output.line("# 1e-4 of them x1000: Gaussian values, each of which is 1000 times as large with a chance of 1e-4")
-        output.line("# in brackets: other systems' formulas")
-        for line in frontier.table(points):
-            output.line(line)
-        if picture is not None:
-            from qccl.bench.plot import write_frontier
-
-            write_frontier(picture, points)
-            output.line(f"# Wrote {picture}")
-        if page is not None:
-            frontier.write_rows(page, points)
-            output.line(f"# Wrote {page}")
-        output.add(*map(asdict, points))
+            results.append(asdict(speed) | {"share": shares})
+            if path not in (None, STDOUT):
+                write_json(path, document)
+    finally:
+        if path == STDOUT:
+            click.echo(json.dumps(document, indent=1))
+    if path not in (None, STDOUT):
+        show(f"# Wrote {path}")
 
 
 def measure_codec(

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import dataclasses
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
 
 import qccl
-from qccl.bench.capacity import check_memory, shared_processors
-from qccl.bench.cases import check_calls
-from qccl.bench.columns import columns_help
-from qccl.bench.kinds import KINDS
+from qccl.bench.calls import check_calls
 from qccl.bench.lab import obstacle
 from qccl.bench.launched import LaunchedCommand, check_other_ranks
-from qccl.bench.network_flags import NETWORK_FLAGS, lab_of, network_of, show_network, show_remark
-from qccl.bench.options import DTYPES, OPS, PLAIN, STDOUT, TRANSPORTS, Options
+from qccl.bench.network import NETWORK_FLAGS, network_of
+from qccl.bench.options import DTYPES, KINDS, OPS, Options, columns_help
 from qccl.bench.params import (
     AT_LEAST_0,
     AT_LEAST_1,
+    STDOUT,
     PositiveNumber,
     codec_list,
     intra_codec,
@@ -29,14 +30,16 @@ from qccl.bench.params import (
     option,
     output_file,
     output_file_or_stdout,
+    parse_size,
     picture_file,
 )
+from qccl.bench.plain import LIBRARIES
 from qccl.bench.processes import exit_status
-from qccl.bench.progress import Bar, decode_report, encode_progress, is_progress, is_report
-from qccl.bench.sizes import parse_size
+from qccl.bench.progress import Screen
 from qccl.bench.start import choose_way, run_ranks
 from qccl.collectives.hierarchical import LAYOUTS
 from qccl.launchers import Launcher, detect
+from qccl.transports.choice import TRANSPORTS
 
 __all__ = ["check_sizes", "command"]
 
@@ -45,7 +48,7 @@ _AVERAGE_HELP = "Time of all ranks: 0 rank 0's, 1 mean, 2 minimum, 3 maximum [3]
 _CODEC_HELP = "Codecs to compare, e.g. minmax8,minmax4:bucket=256,none; module:Class is a codec of yours [minmax8]."
 _TRANSPORT_HELP = (
     "Carries the bytes; loopback: between threads of one process [under a launcher: as qccl.init() chooses; otherwise "
-    "the first that works of ucx, mpi, gloo]."
+    f"the first that works of {', '.join(TRANSPORTS)}]."
 )
 _PLAIN_HELP = (
     "Compare with MPI's or gloo's all-reduce, or with qccl's without compression [of the transport's library, if it "
@@ -72,7 +75,7 @@ _COMMON: tuple[Callable[[Any], Any], ...] = (
     option("--codec codecs", codec_list, "LIST", _CODEC_HELP, "minmax8"),
     option("--chunk", AT_LEAST_1, "N", "Elements of a chunk, at most."),
     option("--backend", click.Choice(["host", "cuda", "auto"]), None, "Where the arrays are [host].", "host"),
-    option("--transport", click.Choice(TRANSPORTS), None, _TRANSPORT_HELP),
+    option("--transport", click.Choice([*TRANSPORTS, "loopback"]), None, _TRANSPORT_HELP),
     option("-G --cudagraph", AT_LEAST_0, "N", "Replays of a captured call [0].", 0),
     click.option("--plan", is_flag=True, help="Time a plan that is bound once, not the communicator's method."),
     option("--ranks", AT_LEAST_1, "N", f"Processes to start here [{_DEFAULT_RANKS}]."),
@@ -112,7 +115,7 @@ def command(name: str) -> click.Command:
     """
     options = [*_COMMON, *(_OWN[parameter] for parameter in kind.parameters if parameter in _OWN)]
     if kind.is_allreduce:
-        options.append(option("--plain", click.Choice(PLAIN), None, _PLAIN_HELP))
+        options.append(option("--plain", click.Choice([*LIBRARIES, "none"]), None, _PLAIN_HELP))
     if kind.algorithms:
         choice = click.Choice(["auto", *kind.algorithms])
         options.append(option("--algorithm", choice, None, f"Of the {kind.title}.", "auto"))
@@ -131,11 +134,26 @@ def command(name: str) -> click.Command:
 
 def _run(ranks: int | None, options: Options) -> int:
     """Start the ranks, or run as one of a launcher's ranks; returns the exit status."""
-    with _Screen(to_stderr=options.json == STDOUT) as screen:
-        launcher = detect()
-        if launcher is None:
-            return _start(ranks or options.network.ranks or _DEFAULT_RANKS, options, screen)
-        return _join(launcher, ranks, options, screen)
+    launcher = detect()
+    wants_own = ranks or options.network.flag or options.transport == "loopback"
+    if launcher is None or (launcher.processes == 1 and wants_own):
+        return _start(ranks or _DEFAULT_RANKS, options)
+    return _join(launcher, ranks, options)
+
+
+@contextlib.contextmanager
+def _report_to_stdout(options: Options) -> Iterator[Options]:
+    """With ``--json -`` the last report goes to standard output at the end, also of a run that is stopped."""
+    if options.json != STDOUT:
+        yield options
+        return
+    with tempfile.TemporaryDirectory(prefix="qccl-bench-") as folder:
+        path = Path(folder) / "report.json"
+        try:
+            yield dataclasses.replace(options, json=str(path))
+        finally:
+            if path.exists():
+                click.echo(path.read_text(encoding="utf-8"))
 
 
 def _check(options: Options) -> None:
@@ -184,34 +202,29 @@ def _check_calls(options: Options, size: int) -> None:
         raise click.UsageError(str(error)) from error
 
 
-def _start(ranks: int, options: Options, screen: _Screen) -> int:
-    """Start the ranks and show rank 0's output; returns the exit status."""
+def _start(ranks: int, options: Options) -> int:
+    """Start the ranks, of which rank 0 shows the table; returns the exit status."""
     o, flag = options, options.network.flag
     if flag and ranks == 1:
         raise click.UsageError(f"{flag} with one rank: nothing would cross the link; give --ranks 2 or more")
     way = choose_way(o.transport, o.plain, o.backend)
-    check_memory(o, ranks, ranks, way.transport)
     _check_calls(o, ranks)
     if o.link_per_rank and way.transport != "mpi":
         raise click.UsageError(
             f"--link-per-rank: traffic inside a node would cross the links over {way.transport}; give --transport mpi"
         )
-    command = [sys.executable, "-P", "-m", "qccl.bench.worker", o.to_json()]
-    if way.transport == "loopback":
-        command.append(str(ranks))
-    if remark := shared_processors(ranks):
-        click.echo(f"qccl-bench: {remark}", err=True)
-    calls = o.iters + o.warmup_iters + o.check + 2
-    with lab_of(o.network, ranks, o.nodes, link_per_rank=o.link_per_rank) as lab:
-        show_network(lab)
-        status = run_ranks(
-            ranks, command, way=way, lab=lab, smallest=o.minbytes, silence=calls * o.timeout + 60, on_line=screen.show
-        )
-        show_remark(lab)
-        return status
+    lab = o.network.lab(ranks, o.nodes, link_per_rank=o.link_per_rank)
+    stdout = sys.stderr if o.json == STDOUT else None
+    with _report_to_stdout(o) as given, lab or contextlib.nullcontext():
+        command = [sys.executable, "-P", "-m", "qccl.bench.worker", given.to_json()]
+        command += [str(ranks)] if way.transport == "loopback" else []
+        try:
+            return run_ranks(ranks, command, way=way, lab=lab, smallest=o.minbytes, stdout=stdout)
+        finally:
+            Screen().clear()  # a rank that is stopped leaves its progress bar
 
 
-def _join(launcher: Launcher, ranks: int | None, options: Options, screen: _Screen) -> int:
+def _join(launcher: Launcher, ranks: int | None, options: Options) -> int:
     """Run as one of the launcher's ranks; returns the exit status."""
     from qccl.bench.worker import run_rank
 
@@ -225,38 +238,8 @@ def _join(launcher: Launcher, ranks: int | None, options: Options, screen: _Scre
         )
     if ranks not in (None, launcher.size):
         raise click.UsageError(f"--ranks {ranks}, but {launcher.name} has started {launcher.size}; leave --ranks out")
-    check_memory(options, launcher.size, launcher.local_size or 1, options.transport)
     _check_calls(options, launcher.size)
     check_other_ranks(launcher)
-    return run_rank(options, screen.show, lambda *step: screen.show(encode_progress(*step)))
-
-
-class _Screen:
-    """Shows rank 0's output: the table above the progress bar, and at the end the last report, on standard output.
-
-    If the run is stopped, the report is still printed. ``to_stderr``: print the table on standard error.
-    """
-
-    def __init__(self, *, to_stderr: bool) -> None:
-        self._bar = Bar(sys.stderr)
-        self._to_stderr = to_stderr
-        self._report: dict[str, Any] | None = None
-
-    def __enter__(self) -> _Screen:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.clear()
-        if self._report is not None:
-            click.echo(json.dumps(self._report, indent=1))
-
-    def show(self, line: str) -> None:
-        """Handle a line from rank 0."""
-        if is_progress(line):
-            self._bar.feed(line)
-        elif is_report(line):
-            self._report = decode_report(line)
-        else:
-            self._bar.clear()
-            click.echo(line, err=self._to_stderr)
-            self._bar.draw()
+    to_stderr = contextlib.redirect_stdout(sys.stderr) if options.json == STDOUT else contextlib.nullcontext()
+    with _report_to_stdout(options) as given, to_stderr:
+        return run_rank(given)

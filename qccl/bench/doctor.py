@@ -4,61 +4,68 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
 import numpy as np
 
 import qccl
-from qccl.bench import quality
-from qccl.bench.advice import BBR, Advice
-from qccl.bench.costs import FP16, FP32, POWERSGD, Cost, cost_of
-from qccl.bench.data import gaussian
-from qccl.bench.doctor_network import TrainingNetwork, given_network, measured_network, parse_delay, parse_small_loss
-from qccl.bench.files import write_json
 from qccl.bench.launched import LaunchedCommand, check_other_ranks
-from qccl.bench.params import PositiveNumber, codec_list, codec_of, imported, option, output_file
-from qccl.bench.profile import measured
-from qccl.bench.sizes import parse_link, parse_size
-from qccl.codecs import Codec
-from qccl.costs.profile import Profile, estimated
-from qccl.costs.speed import speed_of
-from qccl.costs.step import Speed, Step
-from qccl.costs.tcp_model import Tcp
+from qccl.bench.network import parse_delay
+from qccl.bench.params import (
+    PositiveNumber,
+    codec_list,
+    codec_of,
+    imported,
+    option,
+    output_file,
+    parse_link,
+    write_json,
+)
+from qccl.bench.speed import Speed, measure_speed
+from qccl.bench.steps import FP16, FP32, Cost, Step, constants_of, cost_of, rate_of
+from qccl.bench.training import Computation, estimated, measured
 from qccl.dtypes import FLOAT32
+from qccl.errors import ArgumentError, QcclError
 from qccl.launchers import detect
 from qccl.scalars import parse_seconds
 
-__all__ = ["Training", "doctor", "measure_speed", "recommendation"]
+__all__ = ["SHOWN", "Training", "doctor", "recommendation"]
 
 _NAMES = {FP32: "none (fp32)", FP16: "cast (fp16)"}
-_DEFAULT_CODECS = (
-    "minmax8,minmax4+ef,minmax2:bucket=256+ef,trellis4+ef,trellis2+ef,onebit:reconstruct=mean+ef,topk:k=0.01+ef"
-)
-#: ranks of PyTorch's PowerSGD that are compared
-_POWERSGD_RANKS = (4, 1)
+#: the methods that reached the quality of fp32 in at most 1.1 times its steps in every training of docs/results.md;
+#: no other codec is recommended
+SHOWN = (FP32, FP16, "minmax8", "minmax4+ef", "minmax2:bucket=256+ef")
+_DEFAULT_CODECS = "minmax8,minmax4+ef,minmax2:bucket=256+ef,trellis2+ef,onebit:reconstruct=mean+ef,topk:k=0.01+ef"
 #: a gain of less than this is not worth a change, nor a larger error
 _WORTH = 0.05
+#: measurements are doubtful whose median is so many times the least, and those of a machine with so many busy
+#: processes for each processor
+_SPREAD, _LOAD = 1.5, 0.5
 #: bytes of values whose encoding is timed: more than caches hold, because a training's gradients and states are not
 #: there either
 _TIMED_NBYTES = 16 << 20
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9}
 #: elements of the arrays in which --parameters are thought to be
 _ARRAY = 1 << 20
+#: how often a network's calls are timed, so many at a time; bytes of a large call, which grow fourfold until it takes
+#: so many seconds
+_TIMES, _BURST, _FIRST_NBYTES, _LAST_NBYTES, _ENOUGH_SECONDS = 5, 4, 16 << 10, 16 << 20, 0.1
+#: messages that a call in two rounds waits for, at most
+_LATE = 3
 
-_SIZES_HELP = "Bytes of the float32 gradients, array by array, e.g. 4M,1M,64K."
 _MODEL_HELP = (
     "A function of yours that returns a PyTorch module; or the module, a function without arguments that computes the "
     "loss of a batch by it, and if you like the optimiser: then some steps are run and measured."
 )
 _MEASURE_HELP = (
-    "Measure rate, delay and loss between the ranks of a launcher, such as mpiexec -n 4 qccl-bench doctor --measure ..."
+    "Measure the network by calls among the ranks of a launcher, such as mpiexec -n 4 qccl-bench doctor --measure ..."
 )
 _DELAY_HELP = "With --link: each packet is under way this long from one rank to another, e.g. 25ms."
-_LOSS_HELP = "With --link: share of the packets that are lost, at random, e.g. 0.1%."
-_TCP_HELP = "With --link: TCP's congestion control on the machines of the ranks [this machine's]."
 _STEP_HELP = "Time of a step on one rank, without communication, e.g. 250ms [measured, if --model gives a loss]."
 _PROCESSORS_HELP = "Processors of each rank; 0.5 if two ranks share one [all of this machine]."
 _BUCKET_HELP = "bucket_cap_mb of DistributedDataParallel, in MiB [25]."
@@ -94,14 +101,6 @@ def parse_count(text: str) -> int:
     return count
 
 
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """The numbers of elements of "4M,1M", which are bytes of float32. Raises ValueError."""
-    counts = tuple(parse_size(part) // FLOAT32.itemsize for part in text.split(","))
-    if 0 in counts:
-        raise ValueError(f"{text!r} has an array of less than 4 bytes; leave it out")
-    return counts
-
-
 def parse_model(text: str) -> Training:
     """The training that ``module:function`` returns. Raises ValueError."""
     module, colon, name = text.partition(":")
@@ -128,34 +127,48 @@ def _has_step(optimizer: Any) -> bool:
     return optimizer is None or callable(getattr(optimizer, "step", None))
 
 
+@dataclass(frozen=True)
+class Network:
+    """The network of a training.
+
+    Attributes:
+        rate: bytes per second of each rank's link, in each direction.
+        delay: seconds from one rank to another, beyond those in one room.
+        ranks, rank: their number, and this one.
+        source: in words.
+        spread: how many times as long as the least the median of the measured calls took.
+    """
+
+    rate: float
+    delay: float
+    ranks: int
+    rank: int
+    source: str = "--link"
+    spread: float = 1.0
+
+
 @click.command(cls=LaunchedCommand, short_help="Compute what a training step would cost with each codec.")
-@option("--sizes", parse_sizes, "LIST", _SIZES_HELP)
-@option("--parameters", parse_count, "N", "Or the number of parameters, e.g. 124M.")
+@option("--parameters", parse_count, "N", "The number of parameters, e.g. 124M.")
 @option("--model", parse_model, "MODULE:FUNCTION", f"Or: {_MODEL_HELP}")
 @option("--ranks", click.IntRange(min=2), "N", "Ranks of the training [2; with --measure those of the launcher].")
 @option("--link", lambda text: parse_link(text).name, "RATE", "Rate of each rank's link, e.g. 100mbit or 1gbit.")
 @option("--delay", parse_delay, "TIME", _DELAY_HELP)
-@option("--loss", parse_small_loss, "PERCENT", _LOSS_HELP)
-@click.option("--tcp", type=click.Choice(["cubic", BBR]), help=_TCP_HELP)
 @click.option("--measure", is_flag=True, help=_MEASURE_HELP)
 @option("--step", parse_seconds, "TIME", _STEP_HELP)
 @option("--processors", PositiveNumber(), "N", _PROCESSORS_HELP)
-@option("--bucket bucket_mb", PositiveNumber(), "N", _BUCKET_HELP, 25.0)
+@option("--bucket-cap-mb", PositiveNumber(), "N", _BUCKET_HELP, 25.0)
 @option("--codec specs", codec_list, "LIST", _CODEC_HELP, _DEFAULT_CODECS)
 @option("-J --json path", output_file, "FILE", "Write the figures.")
 def doctor(
-    sizes: tuple[int, ...] | None,
     parameters: int | None,
     model: Training | None,
     ranks: int | None,
     link: str | None,
     delay: float | None,
-    loss: float | None,
-    tcp: str | None,
     measure: bool,
     step: float | None,
     processors: float | None,
-    bucket_mb: float,
+    bucket_cap_mb: float,
     specs: Sequence[str],
     path: str | None,
 ) -> None:
@@ -163,92 +176,129 @@ def doctor(
 
     For example: qccl-bench doctor --parameters 124M --ranks 4 --link 1gbit --step 250ms
 
-    The step is a timeline of DistributedDataParallel: gradients become ready one after the other, calls encode, send
-    and decode them beside the backward pass. The network is that of --link, --delay and --loss, or measured; encoding
-    and decoding are measured on one core of this machine, and the times of the gradients by --model, if that gives a
-    loss.
+    The step is one of DistributedDataParallel: gradients become ready one after the other, and calls encode, send and
+    decode them beside the backward pass. The simulator times the calls on the network of --link and --delay, or on the
+    one that --measure finds by calls of qccl among the ranks, which losses slow down as they do those of a training.
+    Encoding and decoding are measured on one core of this machine, and the times of the gradients by --model, if that
+    gives a loss.
 
-    Recommended are codecs whose quality was shown in docs/results.md; and, where delay and loss are known, a transport,
-    its connections and TCP's congestion control.
+    Recommended are codecs whose quality was shown in docs/results.md.
     """
     has_loss = model is not None and model.loss is not None
     wanted: dict[str, object] = {
-        "give the gradients once: --sizes, --parameters or --model": [sizes, parameters, model].count(None) == 2,
+        "give the gradients once: --parameters or --model": (parameters is None) != (model is None),
         "give the network once: --link RATE, or --measure under a launcher": (link is None) == measure,
         "--step is missing: the time of a training step on one rank, such as --step 250ms": step or has_loss,
+        "--delay is for --link, whose network it describes: --link 100mbit --delay ...": not delay or bool(link),
     }
-    for name, given in (("--delay", delay), ("--loss", loss), ("--tcp", tcp)):
-        wanted[f"{name} is for --link, whose network it describes: --link 100mbit {name} ..."] = not given or bool(link)
     if missing := [text for text, is_there in wanted.items() if not is_there]:
         raise click.UsageError("; ".join(missing))
-    launcher = detect()
+    launcher, load = detect(), os.getloadavg()[0]
     if measure and (launcher is None or launcher.size < 2):
         raise click.UsageError("--measure needs several ranks: mpiexec -n 4 qccl-bench doctor --measure ...")
     if measure and ranks not in (None, launcher and launcher.size):
         raise click.UsageError(f"--ranks {ranks}, but the launcher has started others; leave --ranks out")
     of_launcher, rank = (launcher.local_size, launcher.rank) if launcher else (0, 0)
-    network = given_network(link, delay, loss, tcp, ranks or 2, rank) if link else None
     if launcher is not None:
         check_other_ranks(launcher)
-    shapes = model.shapes if model else [(1, count) for count in sizes or _arrays(parameters or 0)]
-    network = network or measured_network(sum(int(np.prod(shape)) for shape in shapes))
+    share = processors or len(os.sched_getaffinity(0)) / max(1, of_launcher)
+    network = Network(parse_link(link).rate, delay or 0.0, ranks or 2, rank) if link else _measured_network(share)
     if network.rank == 0:
-        share = processors or len(os.sched_getaffinity(0)) / max(1, of_launcher)
-        profile = _profile(shapes, model, step, bucket_mb, max(1, int(share)))
-        _report(network.step(profile, share), network, specs, path)
+        computation = _computation(model, parameters or 0, step, bucket_cap_mb, max(1, int(share)))
+        try:
+            _report(Step(computation, network.ranks, network.rate, share, network.delay), network, specs, load, path)
+        except ArgumentError as error:
+            raise click.UsageError(str(error)) from error
 
 
-def _arrays(parameters: int) -> list[int]:
-    """Arrays of a usual size for so many parameters."""
-    whole, rest = divmod(parameters, _ARRAY)
-    return [_ARRAY] * whole + ([rest] if rest else [])
+def _measured_network(processors: float) -> Network:
+    """Collective: the rate and the delay with which calls without a codec take as long as they do.
+
+    Calls of one element give the time of a message. Larger ones, whose bytes take at least 0.1 s if they are not 16 MiB
+    already, give the rate. The least time counts, and the mean of the ranks, because they begin a call at different
+    times.
+    """
+    try:
+        with qccl.init("host") as comm:
+            x = np.zeros(_LAST_NBYTES // FLOAT32.itemsize, np.float32)
+
+            def timed(nbytes: int, algorithm: str, times: int) -> tuple[float, float]:
+                """The least and the median time of calls, of which some follow each other at a time."""
+                found = []
+                for _ in range(times):
+                    begin = time.perf_counter()
+                    for _ in range(_BURST):
+                        comm.quantized_allreduce(x[: nbytes // FLOAT32.itemsize], codec=FP32, algorithm=algorithm)
+                    found.append((time.perf_counter() - begin) / _BURST)
+                text = f"{min(found)!r} {statistics.median(found)!r}".encode()
+                both = [each.decode().split() for each in comm.allgather(text)]
+                return statistics.fmean(float(each[0]) for each in both), statistics.fmean(
+                    float(each[1]) for each in both
+                )
+
+            timed(FLOAT32.itemsize, "one_shot", 1)
+            message, _ = timed(FLOAT32.itemsize, "one_shot", _TIMES)
+            nbytes = _FIRST_NBYTES
+            while nbytes < _LAST_NBYTES and timed(nbytes, "two_round", 1)[0] < _ENOUGH_SECONDS + _LATE * message:
+                nbytes *= 4
+            whole, median = timed(nbytes, "two_round", _TIMES)
+            delay = max(0.0, message - constants_of(processors).latency)
+            rate = rate_of(whole, nbytes, comm.size, processors, delay) if comm.rank == 0 else 0.0
+            source = f"measured by calls of {nbytes >> 10} KiB"
+            return Network(rate, delay, comm.size, comm.rank, source, median / whole)
+    except QcclError as error:
+        raise click.ClickException(f"{type(error).__name__}: {error}") from error
 
 
-def _profile(
-    shapes: Sequence[tuple[int, ...]], given: Training | None, step: float | None, bucket_mb: float, threads: int
-) -> Profile:
+def _computation(
+    given: Training | None, parameters: int, step: float | None, bucket_mb: float, threads: int
+) -> Computation:
     """The computation: measured if there is a loss, in steps of ``step`` seconds if that is given."""
-    if given is None:
-        assert step is not None
-        return estimated(shapes, step, int(bucket_mb * (1 << 20)))
-    found = measured(given.model, given.loss, given.optimizer, bucket_mb, _POWERSGD_RANKS, threads)
-    if given.loss is None:
-        assert step is not None
-        return replace(estimated(shapes, step, int(bucket_mb * (1 << 20))), powersgd=found.powersgd)
-    return found if step is None else found.scaled(step)
+    if given is not None and given.loss is not None:
+        found = measured(given.model, given.loss, given.optimizer, bucket_mb, threads)
+        return found if step is None else found.scaled(step)
+    assert step is not None
+    whole, rest = divmod(parameters, _ARRAY)
+    shapes = given.shapes if given is not None else [(1, _ARRAY)] * whole + [(1, rest)] * (rest > 0)
+    return estimated(shapes, step, int(bucket_mb * (1 << 20)))
 
 
-def _report(step: Step, network: TrainingNetwork, specs: Sequence[str], path: str | None) -> None:
-    """Print the table and the recommendations, and write the figures."""
-    named = dict.fromkeys([FP32, FP16, *specs])
+def _report(step: Step, network: Network, specs: Sequence[str], load: float, path: str | None) -> None:
+    """Print the table and the recommendation, and write the figures; ``load`` is that before the measurements."""
     count = _TIMED_NBYTES // FLOAT32.itemsize
-    costs = [cost_of(step, spec, measure_speed(codec_of(spec), count)) for spec in named]
-    costs += [cost_of(step, f"{POWERSGD}{rank}", None) for rank in step.profile.powersgd]
-    lines = [*_head(step, network), *_table(costs), "#", *_advice_lines(step, network.advice)]
-    for line in (*lines, f"# Recommendation: {recommendation(costs)}"):
+    speeds = {spec: measure_speed(codec_of(spec), count) for spec in dict.fromkeys([FP32, FP16, *specs])}
+    costs = [cost_of(step, spec, speed) for spec, speed in speeds.items()]
+    doubts = list(_doubts(load, step, network, speeds))
+    for line in (
+        *_head(step, network),
+        *_table(costs),
+        f"# Recommendation: {recommendation(costs)}",
+        *(f"# Doubtful: {doubt}" for doubt in doubts),
+    ):
         click.echo(line)
     if path is not None:
-        found = {"recommendation": recommendation(costs), "costs": [asdict(cost) for cost in costs]}
-        about = {"qccl_version": qccl.__version__, "step": asdict(step)}
-        write_json(path, about | network.to_json() | found)
+        about = {"qccl_version": qccl.__version__, "step": asdict(step), "network": asdict(network)}
+        found = {"recommendation": recommendation(costs), "costs": [asdict(cost) for cost in costs], "doubts": doubts}
+        write_json(path, about | found)
         click.echo(f"# Wrote {path}")
 
 
-def _advice_lines(step: Step, advice: Advice | None) -> Iterator[str]:
-    if advice is None:
-        return
-    yield f"# Transport: {advice.transport}"
-    yield f"# Connections: {advice.connections}"
-    yield f"# Congestion control: {advice.congestion}"
-    if step.gloo_rate < (1 - _WORTH) * step.rate and step.gloo.congestion != BBR:
-        with_bbr = replace(step, gloo=Tcp(BBR))
-        fp32, fp16 = (_ms(cost_of(with_bbr, each, Speed(0, 0, 0)).overlapped) for each in (FP32, FP16))
-        yield f"# With bbr for gloo, too, a step would take {fp32} ms in fp32, and {fp16} ms in fp16, without qccl"
-
-
-def measure_speed(codec: Codec, count: int) -> Speed:
-    """The codec's speed and error on ``count`` Gaussian values."""
-    return speed_of(codec, gaussian(0, 0, count, FLOAT32, seed=0))
+def _doubts(load: float, step: Step, network: Network, speeds: Mapping[str, Speed]) -> Iterator[str]:
+    """The signs that other programs disturbed the measurements, although the least of several counts."""
+    processors = os.cpu_count() or 1
+    if load > _LOAD * processors:
+        yield (
+            f"a load of {load:.1f} on {processors} processors before the measurements; the times of codecs, of the "
+            f"step and of the network may be too long: measure again on an idle machine"
+        )
+    spreads = {"a step": step.computation.spread, "the network": network.spread}
+    spreads |= {_NAMES.get(spec, spec): speed.spread for spec, speed in speeds.items()}
+    what, spread = max(spreads.items(), key=lambda each: each[1])
+    if spread > _SPREAD:
+        yield (
+            f"the measurements of {what} took {spread:.1f} times as long in the median as the least, which counts; "
+            f"measure again on an idle machine"
+        )
 
 
 def recommendation(costs: Sequence[Cost]) -> str:
@@ -256,16 +306,17 @@ def recommendation(costs: Sequence[Cost]) -> str:
 
     Only fp32, fp16 and codecs whose quality was shown count. ``costs`` begin with that of fp32.
     """
-    plain, shown = costs[0], [cost for cost in costs if cost.codec in (FP32, FP16) or quality.is_shown(cost.codec)]
+    plain, shown = costs[0], [cost for cost in costs if cost.codec in SHOWN]
     fastest = min(shown, key=lambda cost: cost.overlapped)
     limit = fastest.overlapped * (1 + _WORTH)
     if plain.overlapped <= limit:
         saved = 1 - fastest.overlapped / plain.overlapped
         return (
-            f"do nothing, because communication is no bottleneck: a step of fp32 takes {_ms(plain.overlapped)} ms, and "
+            f"do nothing, because compression does not pay here: a step of fp32 takes {_ms(plain.overlapped)} ms, and "
             f"no codec would save more than {saved:.0%} of it"
         )
-    best = min((cost for cost in shown if cost.overlapped <= limit), key=lambda cost: cost.error or 0.0)
+    limit = min(limit, plain.overlapped / (1 + _WORTH))  # a codec that is hardly faster than fp32 is not worth a change
+    best = min((cost for cost in shown if cost.overlapped <= limit), key=lambda cost: cost.error)
     text = (
         f"{_NAMES.get(best.codec, best.codec)}, because a step takes {_ms(best.overlapped)} ms instead of "
         f"{_ms(plain.overlapped)} with fp32 ({plain.overlapped / best.overlapped:.1f} times as fast)"
@@ -277,33 +328,35 @@ def recommendation(costs: Sequence[Cost]) -> str:
     if others := [c for c in costs if c not in shown and c.overlapped * (1 + _WORTH) < best.overlapped]:
         first = min(others, key=lambda cost: cost.overlapped)
         text += (
-            f". {first.codec} would take {_ms(first.overlapped)} ms, but it was not shown to train as well as fp32 "
-            f"({quality.remark(first.codec)}): try it on your training first"
+            f". {first.codec} would take {_ms(first.overlapped)} ms, but docs/results.md does not show that "
+            f"it trains as well as fp32: try it on your training first"
         )
     return text
 
 
-def _head(step: Step, network: TrainingNetwork) -> Iterator[str]:
-    profile = step.profile
-    total, arrays = sum(g.count for g in profile.gradients), len(profile.gradients)
+def _head(step: Step, network: Network) -> Iterator[str]:
+    own = step.computation
+    total, arrays = sum(g.count for g in own.gradients), len(own.gradients)
     yield (
         f"# qccl-bench {qccl.__version__} doctor: {total} gradients in {arrays} array{'s' if arrays > 1 else ''} "
         f"({total * FLOAT32.itemsize / 1e6:.1f} MB as float32), {step.ranks} ranks"
     )
-    yield from (f"# {line}" for line in network.head(step))
-    parts = f"forward {_ms(profile.forward)}, backward {_ms(profile.backward)}, optimiser {_ms(profile.optimiser)} ms"
-    how = "measured" if profile.is_measured else "--step; estimated: its parts, and when each gradient is ready"
-    yield f"# computation of a step: {_ms(profile.computation)} ms: {parts} ({how})"
+    link = f"{step.rate * 8e-6:.4g} Mbit/s in each direction of a rank"
+    yield f"# link: {link}, {step.delay * 1e3:.3g} ms from one rank to another ({network.source})"
+    parts = f"forward {_ms(own.forward)}, backward {_ms(own.backward)}, optimiser {_ms(own.optimiser)} ms"
+    how = "measured" if own.is_measured else "--step; estimated: its parts, and when each gradient is ready"
+    yield f"# computation of a step: {_ms(own.seconds)} ms: {parts} ({how})"
     yield f"# processors of a rank: {step.processors:g}"
-    yield "# measured: codec: encoding and decoding, on one core of this machine, or PowerSGD's computation; error:"
-    yield "#           relative L2 error of one encoding of Gaussian values (+ef adds it to the next step)"
-    yield "# computed: sent, link: the bytes of an all-reduce, and their time at the link's rate; step: the time with"
-    yield "#           communication after the backward pass, and beside it, as DistributedDataParallel runs it"
-    yield "# shown:    whether it reached fp32's quality in about as many steps in docs/results.md; -: it is not there"
+    yield "# measured: the codecs on one core of this machine; error: relative L2 error of one encoding of Gaussian"
+    yield "#           values (+ef adds it to the next step)"
+    yield "# computed: sent, link: the bytes of a step's calls, and their time on the link; calls: time of a processor"
+    yield "#           for them; step: the time with communication after the backward pass, and beside it, as"
+    yield "#           DistributedDataParallel runs it"
+    yield "# shown:    whether it reached fp32's quality in about as many steps in docs/results.md"
     yield "#"
     yield f"#{'':>9} {'':>9} {'':>9} {'step without overlap':^25} {'step with overlap':^25}"
     columns = f"{'ms':>9} {'vs fp32':>7} {'vs fp16':>7}"
-    yield f"#{'sent MB':>9} {'link ms':>9} {'codec ms':>9} {columns} {columns} {'error':>9} {'shown':>5}  codec"
+    yield f"#{'sent MB':>9} {'link ms':>9} {'calls ms':>9} {columns} {columns} {'error':>9} {'shown':>5}  codec"
 
 
 def _table(costs: Sequence[Cost]) -> Iterator[str]:
@@ -313,12 +366,8 @@ def _table(costs: Sequence[Cost]) -> Iterator[str]:
         for name in ("alone", "overlapped"):
             own, plain, half = (getattr(each, name) for each in (cost, fp32, fp16))
             columns += [f"{_ms(own):>9}", f"{plain / own:>7.2f}", f"{half / own:>7.2f}"]
-        error = f"{'':>9}" if cost.error is None else f"{cost.error:>9.2e}"
-        yield " ".join(columns) + f" {error} {_shown(cost.codec):>5}  {_NAMES.get(cost.codec, cost.codec)}"
-
-
-def _shown(codec: str) -> str:
-    return "yes" if quality.is_shown(codec) else "no" if codec in quality.STEPS else "-"
+        shown = "yes" if cost.codec in SHOWN else "no"
+        yield " ".join(columns) + f" {cost.error:>9.2e} {shown:>5}  {_NAMES.get(cost.codec, cost.codec)}"
 
 
 def _ms(seconds: float) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import click
 
-from qccl.bench.torch_record import as_torch
 from qccl.bench.verdict import findings, names
 from qccl.errors import ArgumentError
 from qccl.records import GroupRecord, read_record
@@ -23,8 +20,7 @@ _ONE_RUN_SECONDS = 600.0
 
 @click.command(short_help="Say from the ranks' records who is behind, in which call, and why.")
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
-@click.option("--torch", "folder", type=click.Path(file_okay=False), help="Also write files that torchfrtrace reads.")
-def explain(files: Sequence[str], folder: str | None) -> None:
+def explain(files: Sequence[str]) -> None:
     """Say from the ranks' records FILES who is behind, in which call, and why.
 
     Ranks write records where QCCL_RECORDS names a folder: when a call fails, and when they get the signal SIGUSR1.
@@ -32,14 +28,11 @@ def explain(files: Sequence[str], folder: str | None) -> None:
     try:
         groups = _groups(files)
     except (ArgumentError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(printable(str(error))) from error
     for (name, size), records in groups.items():
         click.echo(f"{name}: records of {names(sorted(records))} of {size}")
         for sentence in explained(records):
             click.echo(f"  {sentence}")
-        if folder is not None:
-            below = "" if len(groups) == 1 else "".join(c if c.isalnum() else "-" for c in f"{name} of {size}")
-            _write_for_torch(Path(folder, below), records)
 
 
 def explained(records: dict[int, GroupRecord]) -> Iterator[str]:
@@ -68,10 +61,3 @@ def _groups(files: Sequence[str]) -> dict[tuple[str, int], dict[int, GroupRecord
         if before.written < record.written:
             group[record.rank] = record
     return groups
-
-
-def _write_for_torch(folder: Path, records: dict[int, GroupRecord]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for rank, record in records.items():
-        (folder / f"rank_{rank}").write_bytes(pickle.dumps(as_torch(record)))
-    click.echo(f"  torchfrtrace {folder} --prefix rank_  # with PyTorch, shows these records")

@@ -18,11 +18,10 @@ from qccl.bench import lab
 from qccl.bench.mpiexec import INSTALL, find_mpiexec
 from qccl.bench.start import obstacle
 from qccl.codecs.operations import instruction_set, usable_instruction_sets
-from qccl.errors import QcclError
-from qccl.launch import has_mpi
-from qccl.launchers import detect
-from qccl.meetings import wanted_transport
+from qccl.errors import EngineError, QcclError
+from qccl.launchers import Launcher, detect
 from qccl.transports import tls, ucx
+from qccl.transports.choice import Offer, choose, refusal_of_mpi, wanted_transport
 from qccl.transports.invitation import machine
 from qccl.transports.neighbours import may_share_memory
 from qccl.transports.secret import is_insecure, token_key
@@ -37,6 +36,9 @@ from mpi4py import MPI
 name, version = MPI.get_vendor()
 print(name, ".".join(map(str, version)))
 """
+
+#: it would start the ranks if the user took mpiexec
+_MPIEXEC = Launcher("MPICH", 0, 2, 0, 2)
 
 
 @click.command(short_help="Show which parts can be used here, and why others cannot.")
@@ -54,17 +56,19 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "host engine", _host()
     yield "cuda engine", _cuda()
     yield "cuda parts", _cuda_parts()
-    yield "mpi", _mpi()
+    yield "mpi", (mpi := _mpi())
     yield "mpiexec", _mpiexec()
     yield "ucx", _ucx()
     yield "wan", _wan()
     torch = _version("torch")
     yield "gloo", f"yes: PyTorch {torch}" if torch else "no: PyTorch is not installed"
     yield "launcher", _launcher()
-    yield "qccl.init()", _transport()
+    yield "qccl.init()", _transport(has_library=mpi.startswith("yes"))
     yield "lab (--link)", "yes" if (reason := lab.obstacle()) is None else f"no: {reason}"
     matplotlib = _version("matplotlib")
     yield "plot", f"yes: matplotlib {matplotlib}" if matplotlib else "no: install qccl[plot]"
+    prometheus = _version("prometheus_client")
+    yield "metrics", f"yes: prometheus_client {prometheus}" if prometheus else "no: install qccl[metrics]"
 
 
 def _version(package: str) -> str | None:
@@ -122,7 +126,9 @@ def _mpiexec() -> str:
 def _ucx() -> str:
     if reason := obstacle("ucx"):
         return f"no: {reason}"
-    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libucp" in line}
+    # a line of mappings has five fields without blanks before the path
+    lines = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    paths = {fields[5] for fields in lines if "/libucp" in fields[-1]}
     kind = "the wheel libucx-cu12" if any("/libucx/" in path for path in paths) else "the system's"
     return f"yes: UCX {ucx.version()}, {' '.join(sorted(paths))} ({kind}; beside MPI its own is used, if it has one)"
 
@@ -144,24 +150,32 @@ def _inside_machines() -> str:
     return f"inside a machine {f'wan, too: {reason}' if reason else 'ucx by shared memory'}"
 
 
-def _transport() -> str:
-    """The transport that qccl.init() would use in this environment, for several ranks, and why."""
+def _transport(*, has_library: bool = True) -> str:
+    """The transport that qccl.init() would use in this environment, for several ranks, and why.
+
+    ``has_library``: mpi4py finds an MPI library.
+    """
     try:
         launcher, wanted = detect(), wanted_transport()
-        has_token = token_key() is not None and not is_insecure()
+        starter = launcher if launcher and launcher.size > 1 else _MPIEXEC
+        has_mpi = (wanted or has_library) and not refusal_of_mpi(starter, wanted)
+        if has_mpi and (wanted or starter is launcher):
+            return f"mpi: {f'QCCL_TRANSPORT is {wanted}' if wanted else f'{starter.name} started the ranks'}"
+        here, apart = _chosen(Offer.here()), _chosen(Offer.here(network=""))
     except QcclError as error:
         return f"no: {error}"
-    if launcher is not None and launcher.size > 1 and has_mpi(launcher, wanted):
-        return f"mpi: {f'QCCL_TRANSPORT is {wanted}' if wanted else f'{launcher.name} started the ranks'}"
-    beside = "" if launcher or wanted or obstacle("mpi") else "; mpi for ranks that mpiexec started"
-    if wanted:
-        return f"{wanted}: QCCL_TRANSPORT is {wanted}"
-    if has_token:
-        beside = f"; wan among several machines{beside}"
-    for name, why in (("ucx", "it is the fastest"), ("gloo", "there is no UCX")):
-        if not obstacle(name):
-            return f"{name}: {why}{beside}"
-    return f"wan: there is neither UCX nor gloo{beside}"
+    if here.partition(":")[0] != apart.partition(":")[0]:
+        here += f"; among several machines {apart}"
+    return here if launcher or not has_mpi or obstacle("mpi") else f"{here}; mpi for ranks that mpiexec started"
+
+
+def _chosen(each: Offer) -> str:
+    """The transport of two ranks that both have this offer, and why; or why they have none."""
+    try:
+        found = choose([each, each], "one group")
+    except EngineError as error:
+        return f"no: {error}"
+    return f"{found.name}: {f'QCCL_TRANSPORT is {found.name}' if each.wanted else found.why}"
 
 
 def _launcher() -> str:

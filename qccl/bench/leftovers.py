@@ -1,4 +1,9 @@
-"""What labs make on the machine, by its names, and its removal: also of labs whose process was killed."""
+"""Network namespaces and other things that labs make, found by their names and removed, also after SIGKILL.
+
+A lab's number is in all its names, and is the id of its process, to which further labs of the same id add multiples of
+``_IDS``. Its process also holds a socket of that number, which is seen where its interfaces are: in another container a
+process id says nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +12,38 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
+import socket
 from pathlib import Path
 
-from qccl.bench.claims import Claim
 from qccl.bench.namespaces import NAMESPACES
-from qccl.bench.tools import run
+from qccl.bench.tools import LabError, run
 
-__all__ = ["FILES", "IDS", "prefix", "remove", "remove_stale"]
+__all__ = ["FILES", "claim", "prefix", "remove", "remove_stale"]
 
 #: ``ip netns exec NAME`` mounts the files of the folder NAME here over those of /etc
 FILES = Path("/etc/netns")
-_OWNED = re.compile(r"(?:qccl-|qcclb|qv)(\d+)(?:[-.](?:\d+|switch))?")
-#: process ids are less; further labs of the same id, in other PID namespaces or in one process, add multiples of it
-IDS = 10_000_000
+_INTERFACES = Path("/sys/class/net")
+_OWNED = re.compile(r"(?:qccl-|qcclb|qv)(\d+)(?:[-.](?:\d+|line))?")
+_IDS = 10_000_000
 
 
-def remove_stale() -> None:
-    """Remove the labs of processes that no longer exist (killed by SIGKILL, or out of memory)."""
-    for number in set(_numbers()):
-        if not _is_alive(number % IDS):
-            with contextlib.suppress(OSError):  # FileExistsError: its process lives in another PID namespace
-                claim = Claim(number)
-                remove(number)
-                claim.release()
+def claim() -> tuple[int, socket.socket]:
+    """A number that no other lab has, without its last lab's remains, and the socket that holds it."""
+    for number in range(os.getpid(), 9 * _IDS, _IDS):
+        if held := _hold(number):
+            remove(number)
+            return number, held
+    raise LabError("too many labs have this process's id; end some of them")
+
+
+def _hold(number: int) -> socket.socket | None:
+    held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        held.bind(f"\0qccl-lab-{number}")
+    except OSError:
+        held.close()
+        return None
+    return held
 
 
 def prefix(number: int) -> str:
@@ -38,19 +51,18 @@ def prefix(number: int) -> str:
     return f"qccl-{number}-"
 
 
-def _numbers() -> Iterator[int]:
-    """The labs' numbers in the names of every interface, namespace and folder that a lab made."""
-    names = os.listdir("/sys/class/net")
-    for folder in (NAMESPACES, FILES):
-        names += os.listdir(folder) if folder.is_dir() else []
-    for name in names:
-        if match := _OWNED.fullmatch(name):
-            yield int(match[1])
+def remove_stale() -> None:
+    """Remove the labs of processes that no longer exist (killed by SIGKILL, or out of memory)."""
+    names = [name for folder in (_INTERFACES, NAMESPACES, FILES) if folder.is_dir() for name in os.listdir(folder)]
+    for number in {int(match[1]) for match in map(_OWNED.fullmatch, names) if match}:
+        if not Path(f"/proc/{number % _IDS}").exists() and (held := _hold(number)):
+            with held:
+                remove(number)
 
 
 def remove(number: int) -> None:
     """Remove what a lab has made, and kill the processes in it."""
-    for name in os.listdir("/sys/class/net"):
+    for name in os.listdir(_INTERFACES):
         if (match := _OWNED.fullmatch(name)) and int(match[1]) == number:
             run("ip", "link", "del", name, check=False)  # deletes both ends of the pair
     for path in NAMESPACES.glob(f"{prefix(number)}*"):
@@ -60,13 +72,3 @@ def remove(number: int) -> None:
         run("ip", "netns", "del", path.name, check=False)
     for path in FILES.glob(f"{prefix(number)}*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

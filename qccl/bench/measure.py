@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from qccl.bench.arrays import Arrays, Guarded, arrays_of
 from qccl.bench.calls import Case, PlainCall, QuantizedCall
 from qccl.bench.check import check
-from qccl.bench.kinds import KINDS
+from qccl.bench.options import KINDS
 
 if TYPE_CHECKING:
     from qccl.bench.bulk import Bulk
@@ -49,8 +49,8 @@ class Side:
 
     Attributes:
         rounds: seconds per call in each round; rows that are measured together take turns round by round.
-        wrong: on all ranks, elements outside the derived bound or with other bits than the codec gives, elements of
-            the input that were changed, and guard elements that were written; None where nothing was checked.
+        wrong: on all ranks, elements with other bits than the codec gives, elements of the input that were changed, and
+            guard elements that were written; None where nothing was checked.
         error: relative L2 error of the result; None where nothing was checked.
         crossed: bytes that the link's limiter counted, per byte sent; None outside the lab.
         bulk: seconds that a plain transfer of the same bytes took, in the same rounds; None outside the lab.

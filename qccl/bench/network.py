@@ -1,143 +1,118 @@
-"""The networks that the lab's forwarder can be: sites with links, and the delay, jitter and loss between them."""
+"""The network that ``--link``, ``--delay``, ``--loss`` and ``--tcp`` ask for: the same link for every rank or node."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from qccl.bench.sizes import Link
+import click
+
+from qccl.bench.lab import Lab
+from qccl.bench.params import Link, option, parse_link, parse_loss
 from qccl.errors import ArgumentError
+from qccl.scalars import parse_seconds
 
-__all__ = ["DEFAULT_QUEUE", "MAX_PACKET", "MAX_RATE", "Network", "Path", "Site"]
+__all__ = ["NETWORK_FLAGS", "NetworkOptions", "network_flags", "network_of", "parse_delay"]
 
-#: seconds that a packet may wait in front of a link, where nothing else is given
-DEFAULT_QUEUE = 0.2
-#: bytes per second of the fastest link that the forwarder was measured with
-MAX_RATE = 1e9 / 8
 _MAX_SECONDS = 10.0
-#: bytes of a packet, with the header of Ethernet
-MAX_PACKET = 1514
-#: seconds between two rounds of the forwarder, as a share of the shortest delay, and the least and most
-_GRAIN, _MIN_GRAIN, _MAX_GRAIN = 0.02, 100e-6, 500e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Path:
-    """One way between two sites.
-
-    Attributes:
-        delay: seconds that a packet is under way.
-        jitter: seconds by which the delay becomes shorter or longer in the course of time. Packets stay in order.
-        loss: the share of the packets that are lost, at random.
-    """
-
-    delay: float = 0.0
-    jitter: float = 0.0
-    loss: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.delay <= _MAX_SECONDS:
-            raise ArgumentError(f"a delay of {self.delay:g} s is not possible; give 0 to {_MAX_SECONDS:g} s")
-        if not 0 <= self.jitter <= self.delay:
-            raise ArgumentError(
-                f"a jitter of {self.jitter * 1e3:g} ms needs a delay of as much or more, not {self.delay * 1e3:g} ms: "
-                f"packets take from delay - jitter to delay + jitter"
-            )
-        if not 0 <= self.loss < 1:
-            raise ArgumentError(f"a loss of {self.loss:.4g} is not possible; give 0 or more, and less than 1 (100%)")
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Ranks that share a link, and reach each other without it.
-
-    Attributes:
-        name: of the site, in reports.
-        ranks: their numbers.
-        up, down: what the site sends and receives through.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    up: Link
-    down: Link
-
-    def __post_init__(self) -> None:
-        for link in (self.up, self.down):
-            if link.rate > MAX_RATE:
-                raise ArgumentError(
-                    f"a link of {link.name} is too fast for the forwarder, which delays, loses and queues packets at "
-                    f"up to {MAX_RATE * 8e-9:g}gbit; give at most that, or only --link, which the kernel limits"
-                )
 
 
 @dataclass(frozen=True)
-class Network:
-    """Sites, and the paths between them.
+class NetworkOptions:
+    """The network that a lab shall be. Raises ArgumentError for a delay, a loss or a ``tcp`` without a link.
 
     Attributes:
-        sites: each with at least one rank.
-        paths: by (index of the sender's site, of the receiver's); a Path() where there is none.
-        queue: seconds that a packet may wait in front of a link, up or down; one that would wait longer is dropped.
-        seed: of the random losses and the jitter.
+        link: rate at which each rank sends, such as "100mbit"; None: no lab.
+        delay: seconds that each packet is under way.
+        loss: the share of the packets that are lost, at random.
+        tcp: TCP's congestion control, or None: the machine's.
     """
 
-    sites: tuple[Site, ...]
-    paths: Mapping[tuple[int, int], Path] = field(default_factory=dict)
-    queue: float = DEFAULT_QUEUE
-    seed: int = 0
+    link: str | None = None
+    delay: float | None = None
+    loss: float | None = None
+    tcp: str | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.queue <= _MAX_SECONDS:
-            raise ArgumentError(f"a queue of {self.queue:g} s is not possible; give up to {_MAX_SECONDS:g} s")
-        if (packet := MAX_PACKET / self.slowest.rate) > self.queue:
-            raise ArgumentError(
-                f"a queue of {self.queue * 1e3:g} ms is shorter than a packet takes on a link of {self.slowest.name}; "
-                f"give {packet * 1e3:.3g} ms or more"
-            )
-        ranks = sorted(rank for site in self.sites for rank in site.ranks)
-        if ranks != list(range(len(ranks))) or not ranks:
-            raise ArgumentError(f"the sites have the ranks {ranks}; each rank from 0 on belongs to one site")
-
-    @classmethod
-    def uniform(
-        cls, ranks: int, sites: int, up: Link, down: Link, path: Path, queue: float = DEFAULT_QUEUE, seed: int = 0
-    ) -> Network:
-        """``sites`` equal sites, any two of them with the same path between them; rank r is on site r % sites."""
-        members = [tuple(range(site, ranks, sites)) for site in range(sites)]
-        paths = {(i, j): path for i in range(sites) for j in range(sites) if i != j}
-        return cls(tuple(Site(f"node{i}", its, up, down) for i, its in enumerate(members)), paths, queue, seed)
+        given = [f"--{name}" for name, value in asdict(self).items() if value is not None]
+        if self.link is None and given:
+            raise ArgumentError(f"{given[0]} is for the lab's links, which need a rate, too; give --link")
 
     @property
-    def places(self) -> tuple[int, ...]:
-        """The index of each rank's site."""
-        where = {rank: index for index, site in enumerate(self.sites) for rank in site.ranks}
-        return tuple(where[rank] for rank in range(len(where)))
+    def flag(self) -> str:
+        """The flag that asks for the lab, with its value; nothing without a lab."""
+        return f"--link {self.link}" if self.link else ""
 
     @property
-    def slowest(self) -> Link:
-        """The link with the lowest rate, up or down."""
-        return min((link for site in self.sites for link in (site.up, site.down)), key=lambda link: link.rate)
+    def is_far(self) -> bool:
+        """Whether packets are delayed or lost."""
+        return bool(self.delay or self.loss)
 
     @property
-    def grain(self) -> float:
-        """Seconds between two rounds of the forwarder; it sends a packet on half of it too early or too late.
+    def rate(self) -> Link | None:
+        """The link's rate; None without a lab."""
+        return parse_link(self.link) if self.link else None
 
-        A round costs some 30 us of processor time on a virtual machine, most of it for sleeping.
-        """
-        shortest = min((path.delay for path in self.paths.values()), default=0.0)
-        return min(max(_GRAIN * shortest, _MIN_GRAIN), _MAX_GRAIN)
+    def lab(self, ranks: int, nodes: int | None = None, *, link_per_rank: bool = False) -> Lab | None:
+        """The lab for ``ranks`` ranks on ``nodes`` nodes, not yet entered; None if no network is asked for."""
+        if self.rate is None:
+            return None
+        far = {"delay": self.delay or 0.0, "loss": self.loss or 0.0}
+        return Lab(ranks, self.rate, nodes, link_per_rank=link_per_rank, tcp=self.tcp, **far)
 
-    def path(self, source: int, to: int) -> Path:
-        """The path from one site to another, by their indices."""
-        return self.paths.get((source, to), Path())
+    def describe(self, each: str) -> str:
+        """The network in words: "100mbit per rank, delay 25 ms, loss 0.1%", where ``each`` is "rank"."""
+        parts = [f"{self.link} per {each}"]
+        parts += [f"delay {self.delay * 1e3:g} ms"] if self.delay else []
+        parts += [f"loss {self.loss * 100:g}%"] if self.loss else []
+        return ", ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
-        """For the forwarder's process: numbers only."""
-        return {
-            "sites": [[site.up.rate, self.queue, site.down.rate, self.queue] for site in self.sites],
-            "paths": [[*ends, path.delay, path.jitter, path.loss] for ends, path in self.paths.items()],
-            "seed": self.seed,
-            "grain": self.grain,
-        }
+        """The entries of a results file beside the rate; none if packets are neither delayed nor lost."""
+        return {"delay": self.delay or 0.0, "loss": self.loss or 0.0} if self.is_far else {}
+
+
+def parse_delay(text: str) -> float:
+    """The seconds of a delay such as "25ms". Raises ValueError."""
+    delay = parse_seconds(text)
+    if delay > _MAX_SECONDS:
+        raise ValueError(f"a delay of {delay:g} s is not possible; give 0 to {_MAX_SECONDS:g} s")
+    return delay
+
+
+def _parse_tcp(text: str) -> str:
+    """The name of a congestion control; which ones there are, the kernel says later. Raises ValueError."""
+    if not re.fullmatch(r"[a-z0-9_-]{1,15}", text):
+        raise ValueError(f"{text!r} is no congestion control's name; give one as the kernel spells it, such as bbr")
+    return text
+
+
+_LINK_HELP = "Put each rank behind a link of this rate, e.g. 100mbit or 1gbit; needs root."
+_DELAY_HELP = "Each packet is under way this long, in each direction, e.g. 25ms."
+_LOSS_HELP = "Share of the packets that are lost at random, e.g. 0.1%."
+_TCP_HELP = "TCP's congestion control in the lab, e.g. cubic or bbr [the machine's]."
+
+#: in the order of the help
+NETWORK_FLAGS: tuple[Callable[[Any], Any], ...] = (
+    option("--link", lambda text: parse_link(text).name, "RATE", _LINK_HELP),
+    option("--delay", parse_delay, "TIME", _DELAY_HELP),
+    option("--loss", parse_loss, "PERCENT", _LOSS_HELP),
+    option("--tcp", _parse_tcp, "NAME", _TCP_HELP),
+)
+
+
+def network_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a click command accept the flags."""
+    for decorate in reversed(NETWORK_FLAGS):
+        command = decorate(command)
+    return command
+
+
+def network_of(given: dict[str, Any]) -> NetworkOptions:
+    """Take the flags' values out of a command's parameters. Raises UsageError for networks that cannot be."""
+    try:
+        return NetworkOptions(**{field.name: given.pop(field.name) for field in fields(NetworkOptions)})
+    except ArgumentError as error:
+        raise click.UsageError(str(error)) from error

@@ -1,28 +1,37 @@
-"""The options of a run of ``qccl-bench``: made from the command line, and passed to the ranks as JSON."""
+"""The options of a run of ``qccl-bench``, the collectives, and the explanations of its columns.
+
+The size of a call is the size of the whole vector: the output of an all-gather, the input of a reduce-scatter.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any
 
-from qccl.bench.network_options import NetworkOptions
-from qccl.bench.sizes import sweep
+from qccl.bench.network import NetworkOptions
 
-__all__ = ["DTYPES", "NCCL_NAMES", "OPS", "PLAIN", "STDOUT", "TRANSPORTS", "Options"]
-
-#: the value of --json that means standard output
-STDOUT = "-"
+__all__ = [
+    "COLUMNS",
+    "DTYPES",
+    "KINDS",
+    "NCCL_NAMES",
+    "NCCL_OTHERS",
+    "NCCL_TESTS",
+    "OPS",
+    "Kind",
+    "Options",
+    "columns_help",
+    "neighbours",
+]
 
 #: nccl-tests' names of the element types, and ours
 DTYPES = {"float": "float32", "half": "float16", "bfloat16": "bfloat16"}
 NCCL_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 OPS = ("sum", "avg", "min", "max")
-
-TRANSPORTS = ("mpi", "ucx", "gloo", "wan", "loopback")
-#: MPI's and gloo's all-reduce, and qccl's without compression
-PLAIN = ("mpi", "gloo", "none")
 
 
 @dataclass(frozen=True)
@@ -38,13 +47,14 @@ class Options:
         ops, dtypes, codecs: the operations, element types (in nccl-tests' names) and codecs that are measured.
         algorithm, chunk, timeout: as in Communicator.quantized_allreduce.
         backend: as in qccl.init().
-        transport: in TRANSPORTS, or None: as qccl.init() chooses under a launcher, or the first that can be used.
-        plain: what an all-reduce is compared with: in PLAIN, or None: see plain.baseline().
+        transport: in choice.TRANSPORTS, or "loopback"; None: as qccl.init() chooses under a launcher, or the first that
+            can be used.
+        plain: what an all-reduce is compared with: see plain.baseline().
         cudagraph: launches of a captured call for each timed call; 0: no graph.
         plan: time a bound plan instead of the communicator's method.
         network: the lab's.
         nodes, link_per_rank: see lab.Lab.
-        collective: a name in kinds.KINDS.
+        collective: a name in KINDS.
         root, layout, intra, inter: as in the collectives that have them.
         arrays: number of arrays in a coalesced call.
         json, plot, trace: files to write, or None; json may be STDOUT.
@@ -92,7 +102,11 @@ class Options:
 
     def sizes(self) -> Iterator[int]:
         """The sizes in bytes, ascending."""
-        return sweep(self.minbytes, self.maxbytes, self.stepbytes, self.stepfactor)
+        size, before = self.minbytes, -1
+        while before < size <= self.maxbytes:
+            yield size
+            factor, before = self.stepfactor, size
+            size = size + self.stepbytes if factor is None else size * factor
 
     def to_json(self) -> str:
         """For from_json()."""
@@ -105,3 +119,115 @@ class Options:
         network = NetworkOptions(**given.pop("network"))
         values: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
         return cls(network=network, **values)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A collective.
+
+    Attributes:
+        title: text in the command's help.
+        factor: busbw over algbw as a function of the number of ranks (as in nccl-tests' PERFORMANCE.md).
+        combines: it has an op; otherwise it only moves values.
+        algorithms: choices besides "auto".
+        parameters: names of its options besides op and algorithm.
+        whole_input, whole_output: a rank's input or output is the whole vector, not only a part.
+        identical: all ranks get the same bits.
+        adds: the result is added to what the output holds.
+    """
+
+    title: str
+    factor: Callable[[int], float]
+    combines: bool = False
+    algorithms: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    whole_input: bool = True
+    whole_output: bool = True
+    identical: bool = True
+    adds: bool = False
+
+    @property
+    def is_allreduce(self) -> bool:
+        """Whether every rank gets the whole combined vector."""
+        return self.combines and self.whole_output and "root" not in self.parameters
+
+
+def neighbours(rank: int, size: int) -> list[int]:
+    """The previous and the next rank in a ring."""
+    return sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
+
+
+def _half(n: int) -> float:
+    return (n - 1) / n
+
+
+_ROUNDS = ("one_shot", "two_round")
+
+KINDS: MappingProxyType[str, Kind] = MappingProxyType(
+    {
+        "allreduce": Kind("all-reduce", lambda n: 2 * _half(n), True, _ROUNDS),
+        "hierarchical_allreduce": Kind(
+            *("all-reduce in two levels", lambda n: 2 * _half(n), True, _ROUNDS),
+            parameters=("layout", "intra", "inter", "node_ids"),
+        ),
+        "allreduce_coalesced": Kind("all-reduce of many arrays", lambda n: 2 * _half(n), True, _ROUNDS, ("arrays",)),
+        "reduce_scatter": Kind("reduce-scatter", _half, True, whole_output=False, identical=False),
+        "all_gather": Kind("all-gather", _half, whole_input=False),
+        "all_to_all": Kind("all-to-all", _half, identical=False),
+        "broadcast": Kind("broadcast", lambda n: 1.0, algorithms=("chain", "binomial"), parameters=("root",)),
+        "reduce": Kind("reduce", lambda n: 1.0, True, _ROUNDS, ("root",), identical=False),
+        "peer_exchange": Kind(
+            *("peer exchange with both neighbours in a ring", lambda n: float(min(n - 1, 2))),
+            identical=False,
+            adds=True,
+        ),
+    }
+)
+
+#: nccl-tests' names, whose programs are these with "_perf", and ours
+NCCL_TESTS = MappingProxyType(
+    {"all_reduce": "allreduce", "alltoall": "all_to_all"}
+    | {name: name for name in ("all_gather", "broadcast", "reduce", "reduce_scatter")}
+)
+#: nccl-tests' other collectives, and what there is here
+NCCL_OTHERS = MappingProxyType(
+    {
+        "sendrecv": "peer_exchange is the nearest; it sends to both neighbours in the ring, and adds what it receives",
+        "gather": "all_gather is the nearest; all ranks get the vector",
+        "scatter": "broadcast is the nearest; all ranks get the whole vector",
+        "alltoallv": "all_to_all is the nearest; its parts are equal",
+        "hypercube": "all_gather is the nearest; its ranks send to all others at once",
+    }
+)
+
+#: by the columns' names in the table, in its order
+COLUMNS = {
+    "size": "bytes of the whole vector, uncompressed",
+    "count": "number of elements",
+    "type": "element type",
+    "redop": "how the ranks' values are combined; none if they are only moved",
+    "root": "the rank that has or gets the vector; -1 if there is no root",
+    "time": "microseconds of a call: the median of five rounds of back-to-back calls, on the slowest rank (-a)",
+    "algbw": "GB/s: the uncompressed size over the time",
+    "busbw": "algbw times nccl-tests' factor, 2(n-1)/n for all-reduce: more than the link carries is the gain",
+    "#wrong": "elements that are not the codec's bits; of the plain all-reduce those that rounding cannot explain",
+    "wire": "bytes that the busiest rank sends in a call; for the plain all-reduce: what any algorithm must send",
+    "L2 err": "norm of the error over the norm of the exact result, of standard normal values",
+    "vs mpi": "time of the plain all-reduce (of MPI, NCCL, gloo; vs none: qccl's) over this, out of place and in place",
+    "spread": "the slowest round less the fastest one, in percent of the median, out of place and in place",
+    "floor": "with --link: microseconds that the wire bytes take at the link's rate",
+    "line": "with --link: floor over time; - where the limiter's burst is more than 2% of the bytes",
+    "bulk": "with --link: time of a plain transfer of the same bytes over this time",
+    "codec": "what encodes the values; the plain all-reduce has the library's name here, or none",
+}
+
+
+def columns_help() -> str:
+    """The columns as a paragraph of help that is not wrapped again."""
+    width = max(map(len, COLUMNS)) + 2
+    lines = []
+    for name, text in COLUMNS.items():
+        lines += textwrap.wrap(
+            text, 76, initial_indent=name.ljust(width), subsequent_indent=" " * width, break_on_hyphens=False
+        )
+    return "\n".join(["\b", "Columns (an N/A was not measured):", *(f"  {line}" for line in lines)])

@@ -1,10 +1,11 @@
-"""Parsers of the command line's sizes, links, lists and codecs; every error says what is allowed."""
+"""The texts of the command line: sizes, rates, lists, codecs and files; every error says what is allowed."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import importlib.util
+import json
 import math
 import os
 import re
@@ -15,23 +16,30 @@ from typing import Any
 import click
 
 from qccl import codecs
-from qccl.bench.options import STDOUT
 from qccl.codecs import Codec
 from qccl.collectives.hierarchical import intra_of
 from qccl.dtypes import FLOAT32
 from qccl.errors import CodecError
-from qccl.files import is_special
+from qccl.files import check_writable, writing
 
 __all__ = [
-    *("AT_LEAST_0", "AT_LEAST_1", "PositiveNumber", "checked", "codec_list", "codec_of", "imported", "intra_codec"),
-    *("list_of", "nccl_only", "option", "output_file", "output_file_or_stdout", "picture_file", "split_codecs"),
+    *("AT_LEAST_0", "AT_LEAST_1", "STDOUT", "Link", "PositiveNumber", "codec_list", "codec_of", "format_size"),
+    *("imported", "intra_codec", "list_of", "nccl_only", "option", "output_file", "output_file_or_stdout"),
+    *("parse_link", "parse_loss", "parse_rate", "parse_size", "picture_file", "split_codecs", "write_json"),
 ]
 
+#: the value of --json that means standard output
+STDOUT = "-"
+AT_LEAST_0, AT_LEAST_1 = click.IntRange(min=0), click.IntRange(min=1)
+
+_BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+#: bytes per second
+_RATES = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "kbps": 1e3, "mbps": 1e6, "gbps": 1e9}
+#: bytes in the burst of the lab's limiters: two packets at the interfaces' MTU, and one unsplit TCP segment
+_PACKETS, _SEGMENT = 2 * 9_100, 66_000
 #: module:Class of a user's codec, before its options
 _CLASS = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)(?=\s*(?:[:+]|$))", re.ASCII)
 _PICTURES = (".png", ".svg", ".pdf")
-
-AT_LEAST_0, AT_LEAST_1 = click.IntRange(min=0), click.IntRange(min=1)
 
 
 class PositiveNumber(click.FloatRange):
@@ -47,126 +55,20 @@ class PositiveNumber(click.FloatRange):
         return number
 
 
-def checked(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """A click callback that gives an option the value ``parse(text)``; a ValueError becomes the option's error."""
+def option(names: str, kind: Any, metavar: str | None, text: str, default: Any = None) -> Callable[[Any], Any]:
+    """click.option() with ``names`` between spaces and the help ``text``; ``kind`` is a click type or a parser.
 
-    def callback(ctx: click.Context, param: click.Parameter, text: str | None) -> Any:
+    A parser's ValueError becomes the option's error.
+    """
+
+    def parsed(ctx: click.Context, param: click.Parameter, given: str | None) -> Any:
         try:
-            return None if text is None else parse(text)
+            return None if given is None else kind(given)
         except ValueError as error:
             raise click.BadParameter(str(error), ctx, param) from error
 
-    return callback
-
-
-def option(names: str, kind: Any, metavar: str | None, text: str, default: Any = None) -> Callable[[Any], Any]:
-    """click.option() with ``names`` between spaces and the help ``text``; ``kind`` is a click type or a parser."""
-    given = {"type": kind} if isinstance(kind, click.ParamType) else {"callback": checked(kind)}
-    return click.option(*names.split(), metavar=metavar, help=text, default=default, **given)
-
-
-def list_of(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """A parser of one or several of ``allowed``, with commas between them; "all" is all of them."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        chosen = tuple(allowed) if text == "all" else tuple(part.strip() for part in text.split(","))
-        for part in chosen:
-            if part not in allowed:
-                raise ValueError(f"{part!r} is not one of {', '.join(allowed)}, all")
-        return chosen
-
-    return parse
-
-
-def codec_list(text: str) -> tuple[str, ...]:
-    """Codecs with commas between them: ``minmax8,minmax4:bucket=256,rounding=stochastic,none``."""
-    return tuple(map(_canonical, split_codecs(text)))
-
-
-def split_codecs(text: str) -> list[str]:
-    """The parts of a list of codecs; a comma also separates the options of a codec, which begin with "key="."""
-    return [spec.strip() for spec in re.split(r",(?!\s*\w+\s*=)", text)]
-
-
-def intra_codec(text: str) -> str:
-    """A codec inside nodes: ``none``, ``bfloat16`` or ``minmax8``, for example."""
-    intra_of(text, FLOAT32)
-    return text
-
-
-def _canonical(spec: str) -> str:
-    """The spelling of a specification in reports. module:Class stays, because codec.spec() does not name the module."""
-    codec = codec_of(spec)
-    return spec if is_class(spec) else codec.spec()
-
-
-def is_class(spec: str) -> bool:
-    """Whether a specification is ``module:Class``, with or without ``:key=value,...`` and ``+decorator`` after it.
-
-    The text between the first colon and the next colon, "+" or end must be a Python name, and the text before the
-    first colon must not be the name of one of qccl's codecs.
-    """
-    match = _CLASS.match(spec)
-    return match is not None and match["module"].rstrip("0123456789") not in codecs.CODECS
-
-
-def codec_of(spec: str) -> Codec:
-    """The codec of a specification on the command line: one of codecs.get(), or ``module:Class``, which is imported.
-
-    Modules may be in the current folder. Raises CodecError, a ValueError.
-    """
-    if not is_class(spec):
-        return codecs.get(spec)
-    match = _CLASS.match(spec)
-    assert match is not None
-    kind = _codec_class(match["module"], match["name"])
-    return codecs.get(kind.name + spec[match.end() :], {kind.name: kind})
-
-
-def imported(module: str, name: str) -> Any:
-    """What a module in the current folder or on PYTHONPATH has under a name. Raises ImportError, AttributeError."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    return getattr(importlib.import_module(module), name)
-
-
-def _codec_class(module: str, name: str) -> type[Codec]:
-    try:
-        found = imported(module, name)
-    except (ImportError, AttributeError) as error:
-        raise CodecError(
-            f"codec '{module}:{name}' cannot be imported ({error}); give module:Class, the module in this folder or "
-            f"on PYTHONPATH, or one of {', '.join(codecs.CODECS)}"
-        ) from error
-    if isinstance(found, type) and dataclasses.is_dataclass(found) and issubclass(found, Codec):
-        return found
-    raise CodecError(
-        f"codec '{module}:{name}' is {found!r}; it must be a dataclass that inherits from qccl.codecs.PythonCodec"
-    )
-
-
-def output_file_or_stdout(text: str) -> str:
-    """The absolute path of a file that can be written; "-" stays, and is standard output."""
-    return text if text == STDOUT else output_file(text)
-
-
-def output_file(text: str) -> str:
-    """The absolute path of a file that can be written, or of a pipe, terminal or device."""
-    path = os.path.abspath(text)
-    folder = os.path.dirname(os.path.realpath(path))  # of a symbolic link's target, which is replaced
-    is_writable = os.access(path if is_special(path) else folder, os.W_OK)
-    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path)) or not is_writable:
-        raise ValueError(f"{text!r} cannot be written; give a file in a folder that exists")
-    return path
-
-
-def picture_file(text: str) -> str:
-    """The absolute path of a picture that can be drawn and written."""
-    if not text.endswith(_PICTURES):
-        raise ValueError(f"{text!r} has none of the endings {', '.join(_PICTURES)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("drawing needs matplotlib; install qccl[plot], or use --json")
-    return output_file(text)
+    how: dict[str, Any] = {"type": kind} if isinstance(kind, click.ParamType) else {"callback": parsed}
+    return click.option(*names.split(), metavar=metavar, help=text, default=default, **how)
 
 
 #: flags of nccl-tests that have one possible value here: letter, name, value, why
@@ -183,13 +85,190 @@ _NCCL_ONLY = (
 def nccl_only(command: Callable[..., Any]) -> Callable[..., Any]:
     """Let ``command`` accept those flags of nccl-tests with their one value, and refuse others with the reason."""
 
-    def option(letter: str, name: str, value: int, why: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def only(value: int, why: str) -> Callable[[click.Context, click.Parameter, int | None], None]:
         def check(ctx: click.Context, param: click.Parameter, given: int | None) -> None:
             if given not in (None, value):
                 raise click.BadParameter(f"{given} is not possible, only {value}: {why}", ctx, param)
 
-        return click.option(letter, name, type=int, callback=check, expose_value=False, hidden=True)
+        return check
 
-    for each in reversed(_NCCL_ONLY):
-        command = option(*each)(command)
+    for letter, name, value, why in reversed(_NCCL_ONLY):
+        given: dict[str, Any] = {"callback": only(value, why), "expose_value": False, "hidden": True}
+        command = click.option(letter, name, type=int, **given)(command)
     return command
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "4096", "64K", "1.5M", "2G" (powers of 1024). Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    nbytes = float(match[1]) * _BINARY[match[2].upper()] if match else -1.0
+    if nbytes < 0 or not nbytes.is_integer():  # an infinity is none
+        raise ValueError(
+            f"{text!r} is not a size; give a number of bytes, with K, M, G or T for powers of 1024, such as 64K"
+        )
+    return int(nbytes)
+
+
+def format_size(nbytes: int) -> str:
+    """The shortest exact spelling that parse_size reads: 65536 is "64K"."""
+    for suffix, unit in reversed(_BINARY.items()):
+        if nbytes >= unit and nbytes % unit == 0:
+            return f"{nbytes // unit}{suffix}"
+    return str(nbytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Link:
+    """A rate-limited link.
+
+    Attributes:
+        name: as the user spelled it, e.g. "1gbit"; ``tc`` reads the same spelling.
+        rate: bytes per second.
+        burst: size of the token bucket: bytes that pass at full speed after the link was idle.
+    """
+
+    name: str
+    rate: float
+    burst: int
+
+
+def parse_link(text: str) -> Link:
+    """The link of "100mbit", "1gbit", "2.5gbit" (bits per second, powers of 1000). Raises ValueError.
+
+    The bucket refills while a call leaves the link idle, so the burst is the smallest with which a bulk transfer nearly
+    reached the rate: up to 1 Gbit/s the bytes of 0.5 ms (the kernel's timers are that late on busy processors), at
+    least two packets; then a segment of 66,000 bytes; from 2.5 Gbit/s on the bytes of 0.2 ms.
+    """
+    name = text.strip().lower()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", name)
+    rate = float(match[1]) * _RATES[match[2]] if match else 0.0
+    if not 1e5 / 8 <= rate <= 1e11 / 8:
+        raise ValueError(
+            f"{text!r} is not a link's rate; give bits per second from 100kbit to 100gbit, such as 100mbit or 1gbit"
+        )
+    return Link(name, rate, max(min(_SEGMENT, max(_PACKETS, round(rate * 0.53e-3))), round(rate * 0.2e-3)))
+
+
+def parse_rate(text: str) -> Link:
+    """The link, without bursts, of "25gbit" (bits per second) or "300GBps" (bytes per second). Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg](?:bit|bps))", text.strip().lower())
+    rate = float(match[1]) * _RATES[match[2]] if match else 0.0
+    if not 0 < rate < math.inf:
+        raise ValueError(
+            f"{text!r} is not a rate; give bits per second such as 100mbit or 25gbit, or bytes per second such as "
+            f"300GBps"
+        )
+    return Link(text.strip(), rate, 0)
+
+
+def parse_loss(text: str) -> float:
+    """The share of packets that "0.1%" are: 0.001. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    share = float(match[1]) / 100 if match else -1.0
+    if not 0 <= share < 1:
+        raise ValueError(f"{text!r} is not a loss; give a percentage of packets from 0% to below 100%, such as 0.1%")
+    return share
+
+
+def list_of(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """A parser of one or several of ``allowed``, with commas between them; "all" is all of them."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        chosen = tuple(allowed) if text == "all" else tuple(part.strip() for part in text.split(","))
+        for part in chosen:
+            if part not in allowed:
+                raise ValueError(f"{part!r} is not one of {', '.join(allowed)}, all")
+        return chosen
+
+    return parse
+
+
+def split_codecs(text: str) -> list[str]:
+    """The parts of a list of codecs; a comma also separates the options of a codec, which begin with "key="."""
+    return [spec.strip() for spec in re.split(r",(?!\s*\w+\s*=)", text)]
+
+
+def codec_list(text: str) -> tuple[str, ...]:
+    """Codecs with commas between them, as reports spell them: ``minmax8,minmax4:bucket=256,rounding=stochastic,none``.
+
+    ``module:Class`` stays, because codec.spec() does not name the module.
+    """
+    found = [(spec, codec_of(spec)) for spec in split_codecs(text)]
+    return tuple(spec if _class_in(spec) else codec.spec() for spec, codec in found)
+
+
+def intra_codec(text: str) -> str:
+    """A codec inside nodes: ``none``, ``bfloat16`` or ``minmax8``, for example."""
+    intra_of(text, FLOAT32)
+    return text
+
+
+def _class_in(spec: str) -> re.Match[str] | None:
+    """The module and the class of a specification ``module:Class``, also with ``:key=value,...`` or ``+decorator``.
+
+    The text between the first colon and the next colon, "+" or end must be a Python name, and the text before the
+    first colon must not be the name of one of qccl's codecs.
+    """
+    match = _CLASS.match(spec)
+    return None if match is None or match["module"].rstrip("0123456789") in codecs.CODECS else match
+
+
+def codec_of(spec: str) -> Codec:
+    """The codec of a specification on the command line: one of codecs.get(), or ``module:Class``, which is imported.
+
+    Modules may be in the current folder. Raises CodecError, a ValueError.
+    """
+    match = _class_in(spec)
+    if match is None:
+        return codecs.get(spec)
+    try:
+        kind = imported(match["module"], match["name"])
+    except (ImportError, AttributeError) as error:
+        raise CodecError(
+            f"codec '{match[0]}' cannot be imported ({error}); give module:Class, the module in this folder or "
+            f"on PYTHONPATH, or one of {', '.join(codecs.CODECS)}"
+        ) from error
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind) and issubclass(kind, Codec)):
+        raise CodecError(
+            f"codec '{match[0]}' is {kind!r}; it must be a dataclass that inherits from qccl.codecs.PythonCodec"
+        )
+    return codecs.get(kind.name + spec[match.end() :], {kind.name: kind})
+
+
+def imported(module: str, name: str) -> Any:
+    """What a module in the current folder or on PYTHONPATH has under a name. Raises ImportError, AttributeError."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return getattr(importlib.import_module(module), name)
+
+
+def output_file(text: str) -> str:
+    """The absolute path of a file that can be written, or of a pipe, terminal or device."""
+    path = os.path.abspath(text)
+    try:
+        check_writable(path)
+    except OSError as error:
+        why = f"{text!r} cannot be written ({error.strerror}); give a file in a folder that exists"
+        raise ValueError(why) from error
+    return path
+
+
+def output_file_or_stdout(text: str) -> str:
+    """The absolute path of a file that can be written; "-" stays, and is standard output."""
+    return text if text == STDOUT else output_file(text)
+
+
+def picture_file(text: str) -> str:
+    """The absolute path of a picture that can be drawn and written."""
+    if not text.endswith(_PICTURES):
+        raise ValueError(f"{text!r} has none of the endings {', '.join(_PICTURES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("drawing needs matplotlib; install qccl[plot], or use --json")
+    return output_file(text)
+
+
+def write_json(path: str, document: Any) -> None:
+    """Replace the file by ``document``, whole even if the program is killed; see qccl.files.writing()."""
+    text = json.dumps(document, indent=1) + "\n"
+    with writing(path) as file:
+        file.write(text.encode())

@@ -18,7 +18,7 @@ from qccl.launchers import detect
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
 
-__all__ = ["baseline", "load_mpi", "plain_allreduce", "plain_nccl_allreduce"]
+__all__ = ["LIBRARIES", "baseline", "load_mpi", "plain_allreduce", "plain_nccl_allreduce"]
 
 #: of NCCL
 _NCCL_OPS = {"sum": 0, "max": 2, "min": 3}
@@ -31,11 +31,11 @@ def baseline(comm: Communicator, wanted: str | None = None) -> str:
 
     It is the all-reduce of the library under the transport. UCX and loopback have none: then it is MPI's if the ranks
     are MPI's, too, and otherwise qccl's own with the codec ``none``, which is the fastest there is without MPI.
-    ``wanted``, in options.PLAIN, takes precedence. Raises ArgumentError if that is "mpi" and the ranks are not MPI's,
-    or "gloo" and a rank has no PyTorch.
+    ``wanted``, in LIBRARIES or "none", takes precedence. Raises ArgumentError if that is "mpi" and the ranks are not
+    MPI's, or "gloo" and a rank has no PyTorch.
     """
     own = str(comm.transport.name)
-    if wanted == "none" or (own in (*_LIBRARIES, "nccl") and wanted in (None, own)):
+    if wanted == "none" or (own in (*LIBRARIES, "nccl") and wanted in (None, own)):
         return wanted or own
     if wanted == "gloo":
         _connect_gloo(comm)
@@ -51,7 +51,7 @@ def baseline(comm: Communicator, wanted: str | None = None) -> str:
 def _no_mpi(comm: Communicator) -> str:
     """Why the ranks of ``comm`` are not MPI's; nothing if they are."""
     launcher = detect()
-    if comm.size == 1 or launcher is None or launcher.name not in ("MPICH", "Open MPI"):
+    if comm.size == 1 or launcher is None or not launcher.is_of_mpi or launcher.name == "srun":
         return "mpiexec did not start the ranks"
     if reason := load_mpi():
         return reason
@@ -75,7 +75,7 @@ def plain_allreduce(transport: Any, library: str | None = None) -> AllReduce:
 
     Equal addresses mean in place. ``library`` is "mpi" or "gloo"; None: the transport's.
     """
-    return _LIBRARIES[library or transport.name](transport)
+    return LIBRARIES[library or transport.name](transport)
 
 
 def plain_nccl_allreduce(transport: Any, stream: int) -> AllReduce:
@@ -125,10 +125,11 @@ def _connect_gloo(comm: Communicator) -> None:
             raise ArgumentError(f"--plain gloo: rank {rank} has no PyTorch; install torch, or leave --plain out")
     import torch.distributed as dist
 
+    from qccl.transports.network import Network, own_address
+    from qccl.transports.torch import connect_gloo
+
     limit, place = timedelta(seconds=comm.timeout), b""
     is_here = len(set(comm.nodes)) == 1
-    if is_here:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if comm.rank == 0:
         host = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if is_here else socket.gethostname())
         store = dist.TCPStore(host, 0, comm.size, is_master=True, timeout=limit, wait_for_workers=False)
@@ -136,7 +137,8 @@ def _connect_gloo(comm: Communicator) -> None:
     host, _, port = comm.allgather(place)[0].decode().partition(" ")
     if comm.rank > 0:
         store = dist.TCPStore(host, int(port), comm.size, is_master=False, timeout=limit, wait_for_workers=False)
-    _gloo_groups[comm.transport] = dist.ProcessGroupGloo(store, comm.rank, comm.size, limit), store
+    own = own_address(Network.towards(host, is_local=is_here))
+    _gloo_groups[comm.transport] = connect_gloo(store, comm.rank, comm.size, comm.timeout, own), store
 
 
 def _gloo(transport: Any) -> AllReduce:
@@ -164,4 +166,4 @@ def _gloo(transport: Any) -> AllReduce:
 
 
 #: libraries with an all-reduce, by the names of their transports
-_LIBRARIES: dict[str, Callable[[Any], AllReduce]] = {"mpi": _mpi, "gloo": _gloo}
+LIBRARIES: dict[str, Callable[[Any], AllReduce]] = {"mpi": _mpi, "gloo": _gloo}

@@ -1,7 +1,14 @@
 """Reference results: the bits that every rank must hold, computed without chunks, slots, schedules or engines.
 
 The codec's kernels encode and decode each shard and round, one operation at a time, and NumPy adds. So a comparison
-finds bits that were flipped, and kernels that got the wrong element, rank, round or call number.
+finds bits that were flipped, and kernels that got the wrong element, rank, round or call number. A decoded value that
+is further from the encoded one than the codec's error bound becomes NaN here, which no result equals: so a comparison
+finds kernels that encode or decode wrongly, too.
+
+``values`` are the ranks' finite inputs to one stretch of the vector, in rank order, as float32 (float16 and bfloat16
+convert exactly). A stretch begins and ends at bucket boundaries and lies in one shard; ``start`` is the number of its
+first element in random keys, and ``call`` that of the collective. Codecs compute in fp32 for every element type, so all
+is fp32 here, up to one rounding when a result is stored as ``dtype`` (see data.empty).
 """
 
 from __future__ import annotations
@@ -24,34 +31,38 @@ if TYPE_CHECKING:
 
     Values = Sequence[NDArray[np.float32]]
 
-__all__ = ["allreduce", "hierarchical", "moved"]
+__all__ = ["exact", "hierarchical", "moved", "reduced", "scattered"]
 
 
-def allreduce(
-    values: Values, codec: Codec, dtype: DType, op: str, algorithm: str, owner: int, start: int, call: int
+def exact(values: Values, op: str) -> NDArray[np.float64]:
+    """The exact result (to float64's rounding) of op "sum", "avg", "min" or "max"."""
+    combine = {"min": np.minimum, "max": np.maximum}.get(op, np.add)
+    total = values[0].astype(np.float64)
+    for v in values[1:]:
+        combine(total, v, out=total)
+    return total / len(values) if op == "avg" else total
+
+
+def reduced(
+    values: Values, codec: Codec, dtype: DType, op: str, owner: int, start: int, call: int, *, encoded: bool
 ) -> NDArray[Any]:
-    """The result, as ``dtype`` (see data.empty), of collective number ``call`` in the stretch from element ``start``.
+    """The ranks' encoded values, combined; ``owner`` does not encode its own (-1: each rank does).
 
-    ``values`` and ``owner`` are as in accuracy.allreduce_bound. Codecs compute in fp32 for every element type, so all
-    is fp32 here, up to one rounding when the result is stored. A single rank only copies.
+    ``encoded``: the owner encodes the result. A single rank only copies.
     """
     size = len(values)
     if size == 1:
         return from_float32(values[0], dtype)
-    is_two_round = algorithm == "two_round"
     first, second = codec.rounds
-    terms = (
-        v if is_two_round and rank == owner else _sent(first, v, dtype, start, call, rank)
-        for rank, v in enumerate(values)
-    )
-    total = _total(list(terms), op, np.float32(1 / size) if op == "avg" else None)
-    if is_two_round:
+    terms = [v if rank == owner else _sent(first, v, dtype, start, call, rank) for rank, v in enumerate(values)]
+    total = _total(terms, op, _scale(op, size))
+    if encoded:
         total = _coded(second, _as_summed(codec, total, dtype), start, call, 1, owner)
     return from_float32(total, dtype)
 
 
 def hierarchical(
-    values: Sequence[NDArray[np.float32]],
+    values: Values,
     codec: Codec,
     intra: Codec,
     dtype: DType,
@@ -67,28 +78,61 @@ def hierarchical(
 
     The stretch lies in ``shard`` of ``shards``. A shard belongs to a part, and a part to one rank of each node.
     """
-    size, parts = len(values), shards // len(nodes) if algorithm == "two_round" else shards
-    if size == 1:
+    if len(values) == 1:
         return from_float32(values[0], dtype)
+    parts = shards // len(nodes) if algorithm == "two_round" else shards
     owners = [ranks[shard * parts // shards] for ranks in nodes]
-    scale = np.float32(1 / size) if op == "avg" else None
-    sums = []
-    for ranks, owner in zip(nodes, owners, strict=True):
-        terms = [values[r] if r == owner else _sent(intra, values[r], dtype, start, call, r) for r in ranks]
-        whole = _total(terms, op, scale if len(nodes) == 1 else None)
-        sums.append(whole if len(ranks) == 1 else to_float32(from_float32(whole, dtype), dtype))
-    total = sums[0]
-    if len(nodes) > 1:
-        place = shard % len(nodes) if algorithm == "two_round" else -1
-        first, second = codec.rounds
-        coded = [_sent(first, each, dtype, start, call, owners[i], 1) for i, each in enumerate(sums)]
-        total = _total([sums[i] if i == place else each for i, each in enumerate(coded)], op, scale)
-        if place >= 0:
-            total = _coded(second, _as_summed(codec, total, dtype), start, call, 2, owners[place])
-        total = to_float32(from_float32(total, dtype), dtype)
+    place = shard % len(nodes) if algorithm == "two_round" else -1
+    total = _of_nodes(values, codec, intra, dtype, op, nodes, owners, place, start, call)
+    if place >= 0 and len(nodes) > 1:
+        total = _coded(codec.rounds[1], _as_summed(codec, total, dtype), start, call, 2, owners[place])
+    total = to_float32(from_float32(total, dtype), dtype)
     if any(len(ranks) > 1 for ranks in nodes):
         total = _coded(intra, total, start, call, 3, owners[0])
     return from_float32(total, dtype)
+
+
+def scattered(
+    values: Values,
+    codec: Codec,
+    dtype: DType,
+    op: str,
+    nodes: Sequence[Sequence[int]],
+    rank: int,
+    start: int,
+    call: int,
+) -> NDArray[Any]:
+    """The part of ``rank`` of a reduce-scatter in two levels: in each node a rank of its place sums for it."""
+    mine = next(i for i, node in enumerate(nodes) if rank in node)
+    place = nodes[mine].index(rank)
+    owners = [node[place % len(node)] for node in nodes]
+    return from_float32(_of_nodes(values, codec, NoCodec(), dtype, op, nodes, owners, mine, start, call), dtype)
+
+
+def _of_nodes(
+    values: Values,
+    codec: Codec,
+    intra: Codec,
+    dtype: DType,
+    op: str,
+    nodes: Sequence[Sequence[int]],
+    owners: Sequence[int],
+    place: int,
+    start: int,
+    call: int,
+) -> NDArray[np.float32]:
+    """The nodes' sums, which ``owners`` store as ``dtype`` and encode, combined.
+
+    Node ``place`` does not encode its own; on one node nothing is encoded.
+    """
+    scale, sums = _scale(op, len(values)), []
+    for i, (ranks, owner) in enumerate(zip(nodes, owners, strict=True)):
+        terms = [values[r] if r == owner else _sent(intra, values[r], dtype, start, call, r) for r in ranks]
+        whole = _total(terms, op, scale if len(nodes) == 1 else None)
+        whole = whole if len(ranks) == 1 else to_float32(from_float32(whole, dtype), dtype)
+        keeps = i == place or len(nodes) == 1
+        sums.append(whole if keeps else _sent(codec.rounds[0], whole, dtype, start, call, owner, 1))
+    return sums[0] if len(nodes) == 1 else _total(sums, op, scale)
 
 
 def moved(
@@ -109,11 +153,15 @@ def moved(
 
 
 def _coded(codec: Codec, x: NDArray[np.float32], index: int, call: int, round_: int, rank: int) -> NDArray[np.float32]:
-    """``x`` (from element ``index`` on) after ``rank`` encoded it in a round of a call, and a receiver decoded it."""
+    """``x`` (from element ``index`` on) after ``rank`` encoded it in a round of a call, and a receiver decoded it.
+
+    Elements outside of the codec's bound are NaN.
+    """
     wire, decoded = np.empty(codec.encoded_nbytes(x.size, FLOAT32), np.uint8), np.empty_like(x)
     operations, place = Operations(codec, FLOAT32, call=call), (index, round_, rank)
     operations.encode(x, wire, place)()
     operations.decode(wire, decoded, place)()
+    decoded[~(np.abs(decoded - x.astype(np.float64)) <= codec.error_bound(x))] = np.nan
     return decoded
 
 
@@ -140,13 +188,17 @@ def _as_summed(codec: Codec, total: NDArray[np.float32], dtype: DType) -> NDArra
     return to_float32(from_float32(total, dtype), dtype) if first != second else _as_kept(second, total, dtype)
 
 
+def _scale(op: str, size: int) -> np.float32 | None:
+    return np.float32(1 / size) if op == "avg" else None
+
+
 def _total(terms: Values, op: str, scale: np.float32 | None) -> NDArray[np.float32]:
     total = reduce(lambda a, b: _combined(op, a, b), terms)
     return total if scale is None else total * scale
 
 
 def _combined(op: str, a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:
-    """``a (op) b``; of two equal values, such as +0 and -0, the result is the first."""
+    """``a (op) b``; of two equal values, such as +0 and -0, the result is the first, and NaN if one is."""
     if op in ("min", "max"):
-        return np.where(b < a if op == "min" else b > a, b, a)
+        return np.where((b < a if op == "min" else b > a) | np.isnan(b), b, a)
     return a + b

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -13,8 +12,9 @@ import qccl
 from qccl.bench import table
 from qccl.bench.measure import Row, Side
 from qccl.bench.options import NCCL_NAMES, Options
-from qccl.bench.sizes import Link
+from qccl.bench.params import Link
 from qccl.bench.tcp import congestion_control
+from qccl.machine_name import machine_name
 
 __all__ = ["Device", "Report"]
 
@@ -36,7 +36,7 @@ class Device:
     @classmethod
     def of_this_process(cls, rank: int, info: str, device: int = -1, bus: str = "") -> Device:
         """The device of the calling rank; ``info`` names it."""
-        return cls(rank, os.getpid(), socket.gethostname(), info, device, bus)
+        return cls(rank, os.getpid(), machine_name(), info, device, bus)
 
 
 class Report:

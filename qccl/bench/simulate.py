@@ -6,37 +6,37 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import click
 
 import qccl
 from qccl.bench import table
-from qccl.bench.cases import cases
+from qccl.bench.calls import cases
 from qccl.bench.collective import check_sizes
-from qccl.bench.columns import columns_help
-from qccl.bench.doctor import measure_speed
-from qccl.bench.files import write_json
-from qccl.bench.kinds import KINDS
 from qccl.bench.measure import Row, Side
-from qccl.bench.options import DTYPES, NCCL_NAMES, OPS, STDOUT, Options
+from qccl.bench.options import DTYPES, KINDS, NCCL_NAMES, OPS, Options, columns_help
 from qccl.bench.params import (
     AT_LEAST_0,
     AT_LEAST_1,
+    STDOUT,
+    Link,
     PositiveNumber,
     codec_list,
     codec_of,
+    format_size,
     list_of,
     option,
     output_file,
     output_file_or_stdout,
-    split_codecs,
+    parse_rate,
+    parse_size,
+    write_json,
 )
-from qccl.bench.simulated import Machines, Profile, Simulated, simulated
-from qccl.bench.sizes import Link, format_size, parse_rate, parse_size
+from qccl.bench.simulated import Machines, Processor, Simulated, simulated
+from qccl.bench.speed import measure_speed
 from qccl.codecs import Codec, NoCodec
 from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError, CodecError
@@ -45,8 +45,6 @@ from qccl.trace import write_trace
 
 __all__ = ["crossovers", "simulate"]
 
-#: the codec, and in the table the row, that is the fastest of the others
-AUTO = "auto"
 PLAIN = NoCodec().spec()
 #: all but those with parameters of their own
 _COLLECTIVES = [name for name in KINDS if name not in ("hierarchical_allreduce", "allreduce_coalesced")]
@@ -59,30 +57,17 @@ _NODE_HELP = "Ranks of a node, which share its link: rank r is on node r // N [1
 _INTER_HELP = "Rate of each node's link, in each direction, e.g. 25gbit or 3GBps [10gbit]."
 _INTRA_HELP = "Rate of each rank inside its node, e.g. 300GBps [5GBps]."
 _DELAY_HELP = "Each packet is under way this long from one node to another, e.g. 5us, beyond the delay of one room."
-_CODEC_HELP = "Codecs to compare, e.g. minmax8,none; auto: the fastest of the others at each size [minmax8,minmax4]."
+_CODEC_HELP = "Codecs to compare, e.g. minmax8,none [minmax8,minmax4]."
 _ALGORITHM_HELP = "Algorithms to compare, e.g. auto,two_round; of several nodes auto takes two levels [auto]."
 _ENCODE_HELP = "Values of float32 that a processor encodes in a second, e.g. 4GBps, with all codecs [measured here]."
 _DECODE_HELP = "Values of float32 that a processor decodes in a second."
-_PROFILE_HELP = "Take constants, and speeds of codecs, from a file that --json wrote, not from this machine."
 _PROCESSORS_HELP = "Processors of each rank, at most 1; 0.5 if two ranks share one [1]."
-_JSON_HELP = "Write the figures and the profile; -: to standard output, the table to standard error."
+_JSON_HELP = "Write the figures; -: to standard output, the table to standard error."
 _TRACE_HELP = "Write a timeline of one call (largest size, first codec) for Perfetto: the ranks of the first node."
-
-
-def _profile(text: str) -> Profile:
-    try:
-        return Profile.read(Path(text).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{text!r} cannot be read: {error.strerror}") from error
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
-
-
-def _codecs(text: str) -> tuple[str, ...]:
-    """codec_list(), in which AUTO may be, too."""
-    return tuple(AUTO if part == AUTO else codec_list(part)[0] for part in split_codecs(text))
 
 
 @click.command(epilog=columns_help(), short_help="Compute a collective's times on machines that you do not have.")
@@ -100,12 +85,11 @@ def _codecs(text: str) -> tuple[str, ...]:
 @option("-o --op ops", list_of(OPS), "LIST", f"{', '.join(OPS)} or all [sum].", "sum")
 @option("-d --datatype dtypes", list_of(tuple(DTYPES)), "LIST", f"{', '.join(DTYPES)} or all [float].", "float")
 @option("-r --root", AT_LEAST_0, "RANK", "Root of a broadcast or reduce [0].", 0)
-@option("--codec codecs", _codecs, "LIST", _CODEC_HELP, "minmax8,minmax4")
+@option("--codec codecs", codec_list, "LIST", _CODEC_HELP, "minmax8,minmax4")
 @option("--algorithm algorithms", _names, "LIST", _ALGORITHM_HELP, "auto")
 @option("--chunk", AT_LEAST_1, "N", "Elements of a chunk, at most.")
 @option("--encode", parse_rate, "RATE", _ENCODE_HELP)
 @option("--decode", parse_rate, "RATE", _DECODE_HELP)
-@option("--profile", _profile, "FILE", _PROFILE_HELP)
 @option("-J --json path", output_file_or_stdout, "FILE", _JSON_HELP)
 @option("--trace", output_file, "FILE", _TRACE_HELP)
 def simulate(inter: Link, intra: Link, path: str | None, trace: str | None, **given: Any) -> None:
@@ -124,11 +108,11 @@ def simulate(inter: Link, intra: Link, path: str | None, trace: str | None, **gi
     machines = Machines(
         **{name: given.pop(name) for name in names}, inter=inter, intra=intra.rate, delay=given.pop("delay") or 0.0
     )
-    algorithms, profile = given.pop("algorithms"), given.pop("profile")
+    algorithms = given.pop("algorithms")
     options = Options(**given, args=("qccl-bench", *sys.argv[1:]), json=path, trace=trace)
-    _check(options, machines, algorithms, rates, profile)
+    _check(options, machines, algorithms, rates)
     table_to_stderr = path == STDOUT
-    run = _Run(options, machines, algorithms, _with_speeds(profile, options.codecs, rates))
+    run = _Run(options, machines, algorithms, _processor(options.codecs, rates))
     try:
         for line in run.lines():
             click.echo(line, err=table_to_stderr)
@@ -150,7 +134,6 @@ def _check(
     machines: Machines,
     algorithms: Sequence[str],
     rates: tuple[Link | None, Link | None],
-    profile: Profile | None,
 ) -> None:
     """Raise UsageError for options that contradict each other."""
     check_sizes(options)
@@ -162,23 +145,16 @@ def _check(
             )
     if (rates[0] is None) != (rates[1] is None):
         raise click.UsageError("--encode and --decode go together; give both, or none to measure the codecs here")
-    if rates[0] is not None and profile is not None:
-        raise click.UsageError("--encode and --decode would replace the speeds of --profile; leave them or it out")
     if machines.node_size == 1 and machines.link_per_rank:
         raise click.UsageError("--link-per-rank has no effect without --node-size, because every rank has a link then")
-    if AUTO in options.codecs and set(options.codecs) == {AUTO}:
-        raise click.UsageError(
-            "--codec auto alone has nothing to choose from; add codecs, such as minmax8,minmax4,auto"
-        )
 
 
-def _with_speeds(profile: Profile | None, codecs: Sequence[str], rates: tuple[Link | None, Link | None]) -> Profile:
-    """The profile with the speeds of the codecs: given, or measured on one core of this machine where it has none."""
-    found = profile or Profile()
-    speeds = dict(found.speeds)
+def _processor(codecs: Sequence[str], rates: tuple[Link | None, Link | None]) -> Processor:
+    """The speeds of the codecs: given, or measured on one core of this machine."""
+    speeds: dict[str, tuple[float, float]] = {}
     for spec in codecs:
-        name = spec if spec == AUTO else codec_of(spec).spec()
-        if name in speeds or name in (AUTO, PLAIN):
+        name = codec_of(spec).spec()
+        if name in speeds or name == PLAIN:
             continue
         encode, decode = rates
         if encode is not None and decode is not None:
@@ -186,7 +162,7 @@ def _with_speeds(profile: Profile | None, codecs: Sequence[str], rates: tuple[Li
         else:
             measured = measure_speed(codec_of(spec), _TIMED)
             speeds[name] = measured.encode, measured.decode
-    return replace(found, speeds=speeds)
+    return Processor(speeds=speeds)
 
 
 def _seconds(row: Row) -> float:
@@ -201,24 +177,21 @@ class _Run:
         traced: the call of the largest size with the first codec, so far.
     """
 
-    def __init__(self, options: Options, machines: Machines, algorithms: Sequence[str], profile: Profile) -> None:
-        self._options, self._machines, self._algorithms, self._profile = options, machines, algorithms, profile
+    def __init__(self, options: Options, machines: Machines, algorithms: Sequence[str], processor: Processor) -> None:
+        self._options, self._machines, self._algorithms, self._processor = options, machines, algorithms, processor
         self.pairs: list[tuple[Row, Row | None]] = []
         self.traced: Simulated | None = None
 
     def lines(self) -> Iterator[str]:
         """The table, each row when it is computed, and what follows from it."""
         o, machines = self._options, self._machines
-        yield from _head(o, machines, self._profile)
+        yield from _head(o, machines, self._processor)
         for case in cases(o, machines.ranks):
             plain = None
             if PLAIN not in o.codecs:
                 plain = min((self._row(case, NoCodec(), each, PLAIN) for each in self._algorithms), key=_seconds)
                 yield table.row(plain, None, machines.ranks, machines.inter)
             rows = list(self._rows(case))
-            if AUTO in o.codecs:
-                best = min(rows, key=_seconds)
-                rows.append(replace(best, codec=AUTO, algorithm=f"{best.codec}, {best.algorithm}"))
             if plain is None:
                 plain = min((row for row in rows if row.codec.split(",")[0] == PLAIN), key=_seconds)
             for row in rows:
@@ -234,7 +207,7 @@ class _Run:
         return list(dict.fromkeys((*plain, *(row for row, _ in self.pairs))))
 
     def _rows(self, case: Any) -> Iterator[Row]:
-        specs = [spec for spec in self._options.codecs if spec != AUTO]
+        specs = self._options.codecs
         for spec in specs:
             for algorithm in self._algorithms:
                 name = spec if len(self._algorithms) == 1 else f"{spec}, {algorithm}"
@@ -242,26 +215,26 @@ class _Run:
                 yield self._row(case, codec_of(spec), algorithm, name, is_traced=is_first)
 
     def _row(self, case: Any, codec: Codec, algorithm: str, name: str, *, is_traced: bool = False) -> Row:
-        call = simulated(case, codec, algorithm, self._options.chunk, self._machines, self._profile)
+        call = simulated(case, codec, algorithm, self._options.chunk, self._machines, self._processor)
         if is_traced:
             self.traced = call
         side = Side((call.timeline.total,), None, None, None)
         return Row(case, name, call.algorithm, call.wire_nbytes, side, None)
 
     def document(self) -> dict[str, Any]:
-        """The figures and the profile, for --json and --profile."""
+        """The figures, for --json."""
         rows = self._every_row()
         return {
             "qccl_version": qccl.__version__,
             "args": list(self._options.args),
             "machines": asdict(self._machines),
-            "profile": asdict(self._profile),
+            "processor": asdict(self._processor),
             "results": [_result(row, self._machines.ranks) for row in rows],
             "crossovers": list(crossovers(rows)),
         }
 
 
-def _head(options: Options, machines: Machines, profile: Profile) -> Iterator[str]:
+def _head(options: Options, machines: Machines, processor: Processor) -> Iterator[str]:
     m = machines
     number, size = -(-m.ranks // m.node_size), min(m.node_size, m.ranks)
     nodes = (
@@ -276,7 +249,7 @@ def _head(options: Options, machines: Machines, profile: Profile) -> Iterator[st
         f"# ranks {m.ranks}: {nodes}{m.inter.name} per {each}, delay {m.delay * 1e6:g} us, "
         f"{m.intra / 1e9:g} GB/s inside a node, {m.processors:g} processors per rank"
     )
-    for name, (encode, decode) in profile.speeds.items():
+    for name, (encode, decode) in processor.speeds.items():
         yield f"# {name}: a processor encodes {4e-9 / encode:.3g} and decodes {4e-9 / decode:.3g} GB/s of float32"
     yield "#"
     yield from table.header(PLAIN, lab=True)
@@ -288,7 +261,6 @@ def crossovers(rows: Sequence[Row]) -> Iterator[str]:
     Of equal times the first row counts.
     """
     kinds = dict.fromkeys((row.case.dtype.name, row.case.op) for row in rows)
-    rows = [row for row in rows if row.codec != AUTO]
     for dtype, op in kinds:
         group = [row for row in rows if (row.case.dtype.name, row.case.op) == (dtype, op)]
         times: dict[int, dict[str, float]] = {}

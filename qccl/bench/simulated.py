@@ -1,31 +1,33 @@
-"""Calls of ``qccl-bench simulate``: machines and codecs as the simulator's costs, and the schedules of a call.
+"""Simulated calls: machines and codecs as the simulator's costs, and the schedules of a call.
 
-The constants of UCX are those of ``qccl.costs.step``, with which the doctor predicts steps. A call is simulated with
-the schedules of the first node's ranks if all nodes do the same, and otherwise with those of all ranks.
+``qccl-bench simulate`` shows them, and the doctor predicts steps by them. The constants are of qccl over UCX's TCP,
+fitted to the steps of docs/results (2 and 4 ranks on 2 cores). A call is simulated with the schedules of the first
+node's ranks if all nodes do the same, and otherwise with those of all ranks.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from qccl._host import HEADER_NBYTES
 from qccl.analysis.simulate import Costs, Timeline, simulate
 from qccl.bench.calls import Case, Wiring, parameters_of, spec_of_case
-from qccl.bench.kinds import KINDS
-from qccl.bench.sizes import Link
+from qccl.bench.options import KINDS
+from qccl.bench.params import Link
 from qccl.codecs import Codec, NoCodec
 from qccl.collectives import CollectiveSpec, HierarchicalSpec
 from qccl.collectives.topology import for_nodes
-from qccl.costs.step import ADD, BYTE, HEADER_NBYTES, HEADERS, LATENCY, MESSAGE
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
-from qccl.scalars import positive
 from qccl.schedule import Schedule
 from qccl.transports.ucx import UcxTransport
 
-__all__ = ["Constants", "Machines", "Profile", "Simulated", "simulated"]
+__all__ = ["ADD", "Constants", "Machines", "Processor", "Simulated", "simulated"]
+
+#: seconds of a processor to add or copy an element
+ADD = 0.17e-9
 
 #: up to so many ranks all are simulated, also where parts differ by a bucket
 _ALL_RANKS = 16
@@ -71,35 +73,19 @@ class Constants:
         headers: time on the link in relation to that of the payload.
     """
 
-    latency: float = LATENCY
-    message: float = MESSAGE
-    byte: float = BYTE
+    latency: float = 0.2e-3
+    message: float = 11e-6
+    byte: float = 0.3e-9
     operation: float = Costs().overhead
-    headers: float = HEADERS
+    headers: float = 1.012
 
 
 @dataclass(frozen=True)
-class Profile:
-    """A machine: its constants, and seconds to encode and to decode an element of float32, by codec."""
+class Processor:
+    """The cost of calls on a machine: constants, and seconds to encode and to decode a float32 element, by codec."""
 
     constants: Constants = field(default_factory=Constants)
     speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-    @staticmethod
-    def read(text: str) -> Profile:
-        """The profile in a file that ``--json`` wrote. Raises ValueError."""
-        try:
-            given = json.loads(text)["profile"]
-            constants = Constants(**{name: positive(value) for name, value in given["constants"].items()})
-            speeds = {name: (positive(encode), positive(decode)) for name, (encode, decode) in given["speeds"].items()}
-            if not all(map(str.isprintable, speeds)):  # they are shown
-                raise ValueError("a name of a codec has characters that control a terminal")
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ValueError(
-                f"the file has no profile ({type(error).__name__}: {error}); give one that qccl-bench simulate --json "
-                f"wrote"
-            ) from error
-        return Profile(constants, speeds)
 
     def rates(self, codec: Codec, dtype: DType) -> tuple[float, float]:
         """Bytes of values that are encoded and decoded per second; values that are not encoded are copied.
@@ -126,7 +112,7 @@ class Simulated:
 
 
 def simulated(
-    case: Case, codec: Codec, algorithm: str, chunk: int | None, machines: Machines, profile: Profile
+    case: Case, codec: Codec, algorithm: str, chunk: int | None, machines: Machines, processor: Processor
 ) -> Simulated:
     """Simulate one call over UCX's TCP. Raises ArgumentError for calls that are impossible, or too large for this."""
     given = {"layout": "sharded", "intra": "none", "node_ids": machines.nodes}
@@ -143,11 +129,11 @@ def simulated(
         why = "in so short a vector most have nothing to reduce" if is_uniform else "they do different things"
         raise ArgumentError(
             f"{ranks} ranks with {case.count} elements would be simulated one by one, because {why}; that is possible "
-            f"up to {_MOST_RANKS}: give fewer --ranks{', or a larger -b' if is_uniform else ''}"
+            f"up to {_MOST_RANKS}: give fewer --ranks{', or more elements' if is_uniform else ''}"
         )
     specs = (replace(spec_of(rank), count=count) for rank in range(period))
     schedules = [spec.schedule(rank, ranks, in_place=False) for rank, spec in enumerate(specs)]
-    timeline = simulate(schedules, _costs(machines, profile, codec, case.dtype), rules="eager")
+    timeline = simulate(schedules, _costs(machines, processor, codec, case.dtype), rules="eager")
     return Simulated(schedules[0].name, _wire_nbytes(schedules, machines), timeline)
 
 
@@ -173,16 +159,16 @@ def _repeated(spec: CollectiveSpec, machines: Machines) -> tuple[int, int]:
     return (period, owners * granule) if repeats else (ranks, spec.count)
 
 
-def _costs(machines: Machines, profile: Profile, codec: Codec, dtype: DType) -> Costs:
-    constants = profile.constants
-    encode, decode = profile.rates(codec, dtype)
+def _costs(machines: Machines, processor: Processor, codec: Codec, dtype: DType) -> Costs:
+    constants = processor.constants
+    encode, decode = processor.rates(codec, dtype)
     return Costs(
         link_rate=machines.inter.rate / constants.headers,
         burst=machines.inter.burst,
         latency=constants.latency + machines.delay,
         encode_rate=encode,
         decode_rate=decode,
-        rates={NoCodec(): profile.rates(NoCodec(), dtype)},
+        rates={NoCodec(): processor.rates(NoCodec(), dtype)},
         overhead=constants.operation,
         message=constants.message,
         byte=constants.byte,

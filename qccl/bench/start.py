@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
-from qccl import meetings
 from qccl.bench.lab import INTERFACE, Lab
-from qccl.bench.mpiexec import Mpiexec, StartError, find_mpiexec
-from qccl.bench.processes import LinePipe, Start, allow_descriptors, run_processes
+from qccl.bench.mpiexec import Mpiexec, find_mpiexec
+from qccl.bench.processes import run_processes
+from qccl.launchers import without_launchers
+from qccl.transports import choice
 from qccl.transports.secret import is_insecure, new_token, token_key
 
 __all__ = ["Way", "choose_way", "commands", "environment", "free_port", "obstacle", "run_ranks", "share_of_processors"]
-
-#: the transports of processes, the first choice first
-_TRANSPORTS = ("ucx", "mpi", "gloo")
-#: open files of this process besides one for each rank
-_OWN_DESCRIPTORS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +35,23 @@ class Way:
 def choose_way(transport: str | None, plain: str | None = None, backend: str = "host") -> Way:
     """How to start ranks that use ``transport`` (None: QCCL_TRANSPORT, or the first that this machine has).
 
-    mpiexec starts them if MPI carries the bytes or is the baseline ``plain``. Raises StartError with the reason if a
+    mpiexec starts them if MPI carries the bytes or is the baseline ``plain``. Raises QcclError with the reason if a
     transport cannot be used.
     """
     if backend != "host":
         return Way(None, None if obstacle("mpi") else find_mpiexec())
-    reasons: dict[str, str] = {}
-    wanted = transport or meetings.wanted_transport()
-    for name in (wanted,) if wanted else _TRANSPORTS:
-        reasons[name] = obstacle(name)
-        if not reasons[name]:
-            return Way(name, find_mpiexec() if "mpi" in (name, plain) else None)
-    raise StartError("no transport can be used here. " + "; ".join(f"{name}: {why}" for name, why in reasons.items()))
+    if transport == "loopback":
+        return Way(transport, find_mpiexec() if plain == "mpi" else None)
+    own = choice.Offer.here(transport, mpi=obstacle("mpi"))
+    name = choice.choose([own, own], "this machine").name
+    return Way(name, find_mpiexec() if "mpi" in (name, plain) else None)
 
 
 def obstacle(transport: str) -> str:
     """Why this machine cannot start ranks that use ``transport``; nothing if it can."""
-    if transport in ("ucx", "gloo", "wan"):
-        return meetings.obstacle(transport)
-    try:
-        if transport == "mpi":
-            find_mpiexec()
-    except StartError as error:
-        return str(error)
-    return ""
+    if transport == "mpi":
+        return choice.failure(find_mpiexec)
+    return "" if transport == "loopback" else choice.obstacle(transport)
 
 
 def run_ranks(
@@ -71,19 +61,16 @@ def run_ranks(
     way: Way,
     lab: Lab | None,
     smallest: int,
-    silence: float,
-    on_line: Callable[[str], None],
+    stdout: TextIO | None = None,
 ) -> int:
     """Run ``command`` as ``ranks`` ranks (inside ``lab``, if given); the exit status of the first that failed.
 
-    ``on_line`` gets the lines that the ranks print; their stderr is not redirected. ``smallest`` is the smallest call
-    in bytes, for MPI's settings. ``silence`` and errors: see run_processes().
+    ``stdout``: see run_processes(). ``smallest`` is the smallest call in bytes, for MPI's settings.
     """
-    variables = environment(way, ranks, lab, smallest, _threads(ranks))
-    allow_descriptors(ranks + _OWN_DESCRIPTORS)
-    with LinePipe(on_line) as output:
-        starts = [Start(arguments, variables | own, output) for arguments, own in commands(way, ranks, command, lab)]
-        return run_processes(starts, [output], silence=silence)
+    # With more threads NumPy's libraries, which check the results, would spin on every core after each use.
+    threads = {"OMP_NUM_THREADS": str(share_of_processors(ranks)), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    variables = environment(way, ranks, lab, smallest, threads)
+    return run_processes([(words, variables | own) for words, own in commands(way, ranks, command, lab)], stdout)
 
 
 def commands(
@@ -100,7 +87,7 @@ def commands(
 
 
 def environment(way: Way, ranks: int, lab: Lab | None, smallest: int, defaults: Mapping[str, str]) -> dict[str, str]:
-    """The variables of all ranks. What the user has set is left alone, except the ranks' numbers and address.
+    """The variables of all ranks. What the user has set is left alone, except numbers of ranks, and the address.
 
     ``defaults`` are more variables, which the user may have set.
     """
@@ -111,26 +98,12 @@ def environment(way: Way, ranks: int, lab: Lab | None, smallest: int, defaults: 
     place |= {"MASTER_PORT": str(free_port()), "QCCL_PORT": str(free_port())}
     if way.transport is not None:
         place["QCCL_TRANSPORT"] = way.transport
-    if way.transport == "wan" and lab and not _says_who_may_come_in():
+    if way.transport == "wan" and lab and token_key() is None and not is_insecure():
         place["QCCL_TOKEN"] = new_token()
     if way.mpi is None:
         size = "1" if way.transport == "loopback" else str(ranks)
         place |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    return settings | os.environ | place
-
-
-def _says_who_may_come_in() -> bool:
-    """Whether the user has given the ranks a token, or said that they need none."""
-    return token_key() is not None or is_insecure()
-
-
-def _threads(ranks: int) -> dict[str, str]:
-    """Threads of each rank: its share of the processors for codecs, and one for NumPy's libraries.
-
-    NumPy checks the results. With more threads its libraries would spin on every core for a while after each use, and
-    slow down the timed calls.
-    """
-    return {"OMP_NUM_THREADS": str(share_of_processors(ranks)), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return settings | without_launchers(os.environ) | place
 
 
 def share_of_processors(ranks: int) -> int:

@@ -15,19 +15,15 @@ import qccl
 from qccl.bench import table
 from qccl.bench.arrays import Arrays, arrays_of
 from qccl.bench.bulk import Bulk
-from qccl.bench.calls import Case, PlainCall, QuantizedCall, Wiring
-from qccl.bench.cases import cases, parameters
+from qccl.bench.calls import Case, PlainCall, QuantizedCall, Wiring, cases, parameters
 from qccl.bench.data import gaussian
-from qccl.bench.files import write_json
-from qccl.bench.kinds import KINDS
-from qccl.bench.lab import sent_nbytes, shaped_nbytes
+from qccl.bench.lab import shaped_nbytes
 from qccl.bench.measure import Counts, measure
-from qccl.bench.options import STDOUT, Options
-from qccl.bench.params import codec_of
+from qccl.bench.options import KINDS, Options
+from qccl.bench.params import codec_of, format_size, write_json
 from qccl.bench.plain import baseline
-from qccl.bench.progress import Progress, encode_report
+from qccl.bench.progress import Progress
 from qccl.bench.report import Device, Report
-from qccl.bench.sizes import format_size
 from qccl.bench.tcp import congestion_control
 from qccl.codecs import Codec, NoCodec
 from qccl.cuda.libraries import nccl_version
@@ -50,8 +46,7 @@ _TIMED = {
 class Sweep:
     """One run: ``run()`` measures all cases on all ranks, and returns whether all results were right.
 
-    On rank 0 ``emit`` gets the lines of the table (with ``--json -`` also reports, see progress.encode_report), and
-    ``progress`` gets the steps.
+    On rank 0 ``emit`` gets the lines of the table, and ``progress`` the steps.
     """
 
     def __init__(
@@ -61,10 +56,10 @@ class Sweep:
         self._emit = emit if comm.rank == 0 else _silent
         self._progress = progress if comm.rank == 0 else None
         self._network = options.network
-        self._link = self._network.slowest
+        self._link = self._network.rate
         self._kind = KINDS[options.collective]
         ranks, nodes = range(comm.size), options.nodes or comm.size
-        on = self._network.places(comm.size, nodes)
+        on = tuple(rank % nodes for rank in ranks)
         self._wiring = Wiring(on, tuple(ranks) if options.link_per_rank else on)
         self._cases = list(cases(options, comm.size))
         self._codecs = [codec_of(spec) for spec in options.codecs]
@@ -149,7 +144,7 @@ class Sweep:
         first = self._wiring.links.index(self._wiring.links[self._comm.rank])
         if first != self._comm.rank:
             return 0
-        return sent_nbytes() if self._network.is_forwarded else shaped_nbytes()
+        return shaped_nbytes()
 
     def _step(self, label: str) -> None:
         if self._progress is not None and self._options.run_cycles:
@@ -190,19 +185,15 @@ class Sweep:
         self._save()
         if o.plot is not None:
             importlib.import_module("qccl.bench.plot").write_plot(o.plot, self._report, self._link)
-        for path in (o.json, o.plot, o.trace):
-            if path not in (None, STDOUT):
+        for path in (o.plot, o.trace):
+            if path is not None:
                 self._emit(f"# Wrote {path}")
 
     def _save(self) -> None:
         """Write all results so far, so that an error or Ctrl-C does not lose them."""
         if self._options.json is None or self._comm.rank != 0:
             return
-        document = self._report.document()
-        if self._options.json == STDOUT:
-            self._emit(encode_report(document))
-        else:
-            write_json(self._options.json, document)
+        write_json(self._options.json, self._report.document())
 
     def _trace(self) -> list[TraceEvent]:
         """This rank's events of one more call, of the largest size with the first codec."""

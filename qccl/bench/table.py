@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qccl.bench.kinds import KINDS
 from qccl.bench.measure import Row, Side
-from qccl.bench.options import NCCL_NAMES
-from qccl.bench.sizes import Link
+from qccl.bench.options import KINDS, NCCL_NAMES
+from qccl.bench.params import Link
 
 __all__ = [
     *("Totals", "algbw", "bulk_share", "busbw", "floor_seconds", "footer", "header", "line_share", "row"),

@@ -88,7 +88,7 @@ def get(spec: str | Mapping[str, Any] | Codec, kinds: Mapping[str, type[Codec]] 
 
 def identity(codec: Codec) -> str:
     """A codec's identity, which ranks compare: its specification, and the classes that are not in CODECS."""
-    kinds = dict.fromkeys(type(each.plain) for each in codec.rounds)
+    kinds = dict.fromkeys([type(each.plain) for each in codec.rounds])
     foreign = [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if CODECS.get(kind.name) is not kind]
     return f"{codec.spec()} ({', '.join(foreign)})" if foreign else codec.spec()
 
@@ -96,8 +96,8 @@ def identity(codec: Codec) -> str:
 def _parse_rounds(text: str, spec: str, kinds: Mapping[str, type[Codec]]) -> Codec:
     """The codec of one specification, or of two with "/" between them."""
     first, *more = text.split("/")
-    name, options = _parse_text(first, spec)
-    codec = _make(name, options, spec, kinds)
+    kind, given = _parameters(*_parse_text(first, spec), spec, kinds)
+    codec = kind(**given)
     if not more:
         return codec
     if len(more) > 1:
@@ -105,8 +105,7 @@ def _parse_rounds(text: str, spec: str, kinds: Mapping[str, type[Codec]]) -> Cod
     (second,) = more
     if "=" in second.partition(":")[0]:
         _, changed = _parse_text(f"{codec.name}:{second}", spec)
-        same = {field.name: getattr(codec, field.name) for field in dataclasses.fields(codec)}  # type: ignore[arg-type]
-        return TwoRounds(codec, _make(codec.name, same | changed, spec, kinds))
+        return TwoRounds(codec, kind(**_parameters(codec.name, changed, spec, kinds, given)[1]))
     return TwoRounds(codec, _make(*_parse_text(second, spec), spec, kinds))
 
 
@@ -149,6 +148,14 @@ def _literal(text: str) -> int | float | bool | str:
 
 
 def _make(name: str, options: dict[str, Any], spec: object, kinds: Mapping[str, type[Codec]]) -> Codec:
+    kind, given = _parameters(name, options, spec, kinds)
+    return kind(**given)
+
+
+def _parameters(
+    name: str, options: dict[str, Any], spec: object, kinds: Mapping[str, type[Codec]], same: Mapping[str, Any] = {}
+) -> tuple[type[Codec], dict[str, Any]]:
+    """The class of a codec and its arguments: those of its name and options, and of ``same`` where these lack them."""
     match = _NAME.fullmatch(name)
     if match is None or match[1] not in kinds:
         raise CodecError(
@@ -169,10 +176,11 @@ def _make(name: str, options: dict[str, Any], spec: object, kinds: Mapping[str, 
         if values is not None and value not in tuple(values):  # a value may be unhashable
             raise CodecError(f"codec {spec!r}: {key}={value!r} is not possible; allowed are {_list(map(str, values))}")
         _add(given, field, value if values is None else values[value], spec)
+    given = {**same, **given}
     for each in dataclasses.fields(kind):  # type: ignore[arg-type]
         if each.default is dataclasses.MISSING and each.name not in given:
             raise CodecError(f"codec {spec!r}: {match[1]} needs the key {each.name!r}; its keys: {_list(keys)}")
-    return kind(**given)
+    return kind, given
 
 
 def _take_decorators(options: dict[str, Any], spec: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:

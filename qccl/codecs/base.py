@@ -212,7 +212,8 @@ class BucketCodec(Codec):
             return 0
         bucket = self._bucket_of(count)
         whole, rest = divmod(count, bucket)
-        codes, meta = (whole * nbytes for nbytes in self._sections(bucket, dtype))
+        codes, meta = self._sections(bucket, dtype)
+        codes, meta = whole * codes, whole * meta
         if rest:
             more = self._sections(rest, dtype)
             codes, meta = codes + more[0], meta + more[1]

@@ -10,6 +10,7 @@ from typing import Any
 
 from qccl.codecs.base import MAX_BUCKET, Codec
 from qccl.errors import CodecError
+from qccl.removed import VALUES
 from qccl.scalars import as_bool, as_integer
 
 __all__ = ["check_bucket", "check_choice", "check_flag", "check_integer", "check_seed", "keep"]
@@ -41,6 +42,8 @@ def check_bucket(codec: Codec, key: str, most: int = MAX_BUCKET, other: str = ""
 def check_choice(codec: Codec, key: str, allowed: Sequence[str]) -> None:
     """One of some words."""
     if (value := getattr(codec, key)) not in allowed:
+        if instead := VALUES.get(f"{codec.name}:{key}={value}"):
+            raise CodecError(f"{codec.name}: there is no {key}={value} any more; {instead}")
         raise CodecError(f"{codec.name}: {key}={value!r} is not known; allowed are {', '.join(allowed)}")
 
 

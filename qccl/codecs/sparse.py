@@ -24,7 +24,7 @@ __all__ = ["RandomK", "TopK", "index_nbytes"]
 _GREATEST = 3.4028e38
 _SUBNORMAL = 2.0**-149
 #: forms of TopK's values, in the order of their numbers in kernels/codecs/topk/codec.h
-_FORMS = ("exact", "float16", "exp4", "mean2")
+_FORMS = ("exact", "float16", "exp4")
 
 
 def index_nbytes(kept: int, count: int) -> int:
@@ -44,12 +44,12 @@ class _Sparse(BucketCodec):
     def _check(self) -> None:
         check_bucket(self, "block")
         k = as_real(self.k)
-        if k is None or not (0 < k < 1 or (1 <= k <= self.block and k == int(k))):
+        if k is None or not (0 < k <= 1 if isinstance(k, float) else 1 <= k <= self.block):
             raise CodecError(
-                f"{self.name}: k={self.k!r} is not possible; allowed are a fraction between 0 and 1, or the number of "
-                f"elements to keep of each block, 1 to {self.block}"
+                f"{self.name}: k={self.k!r} is not possible; allowed are a fraction, written with a decimal point, "
+                f"above 0 up to 1.0 (all), or the number of elements to keep of each block, 1 to {self.block}"
             )
-        keep(self, "k", k if k < 1 else int(k))  # 1.0 becomes 1, so that all ranks have the same specification
+        keep(self, "k", self.block if isinstance(k, float) and k == 1 else k)  # 1.0 == 1, which is another codec
 
     @property
     def bucket(self) -> int:  # type: ignore[override]
@@ -77,17 +77,16 @@ class TopK(_Sparse):
     An index takes about ``2 + log2(block / k)`` bits (Elias-Fano coding).
 
     Attributes:
-        k: elements to keep of each block: a fraction if less than 1, otherwise a count.
+        k: elements to keep of each block: a count if it is an integer, a fraction if it is a float. 1 is one element;
+            1.0 is all of them, and becomes the count ``block``.
         block: elements, a multiple of 8 up to 2**24.
         values: "exact": in the call's element type. "float16": 16-bit floats, scaled by a power of two for each block,
             so that no value overflows. "exp4": 4 bits, the sign and the nearest of the block's greatest magnitude times
-            1, 1/2, ..., 1/64; values below 3/4 of the last become 0. "mean2": 2 bits, the sign and whether the
-            magnitude lies in the lowest third between the least and the greatest that the block keeps. It decodes to
-            the mean magnitude of the values there, or to that of the others.
+            1, 1/2, ..., 1/64; values below 3/4 of the last become 0.
 
     Raises CodecError for other values.
 
-    Sources: SparseLoCo (arXiv 2508.15706); quasi-succinct indices (Vigna 2013, arXiv 1206.4300).
+    Source: quasi-succinct indices (Vigna 2013, arXiv 1206.4300).
     """
 
     k: float
@@ -103,7 +102,7 @@ class TopK(_Sparse):
 
     def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
         kept = self.kept(count)
-        values = {"float16": 4 + 2 * kept, "exp4": 4 + -(-kept // 2), "mean2": 8 + -(-kept // 4)}
+        values = {"float16": 4 + 2 * kept, "exp4": 4 + -(-kept // 2)}
         return index_nbytes(kept, count) + values.get(self.values, kept * dtype.itemsize), 0
 
     def kernel(self) -> Kernel:
@@ -117,8 +116,7 @@ class TopK(_Sparse):
         "exact" has none (in the call's type). "float16" rounds to 11 significant bits, or among its subnormals to
         ``2**-24`` of the scaled values, which are multiplied by ``2**14`` over the power of two of the greatest
         magnitude. With "exp4" no power of two is nearer than the one chosen, but for a rounding of the ratio by which
-        it is chosen, and values below 3/4 of the least one become 0. With "mean2" the distance to the mean of the
-        magnitudes on the same side of the limit, plus that mean's roundings, which are those of OneBit's means.
+        it is chosen, and values below 3/4 of the least one become 0.
         """
         import numpy as np
 
@@ -142,12 +140,6 @@ def _form_error(form: str, size: np.ndarray) -> np.ndarray:
     if form == "float16":
         scale = 2.0 ** min(14 - (int(np.frexp(greatest)[1]) - 1), 127)
         np.maximum(size * 2.0**-11, 2.0**-25 / scale, out=bound)
-    elif form == "mean2":
-        low, high = size.min().astype(np.float32), size.max().astype(np.float32)
-        small = size < low + (high - low) * np.float32(1 / 3)  # in fp32 as the encoder does, so the sides are the same
-        for side in (small, ~small):
-            bound[side] = np.abs(size[side] - size[side].mean()) if side.any() else 0.0
-        bound += (min(size.size, 8) + size.size / 2048 + 12) * 2.0**-24 * greatest
     else:
         levels = greatest * 2.0 ** -np.arange(7)
         nearest = np.abs(size[:, None] - levels).min(axis=1) + greatest * 2.0**-20
@@ -160,7 +152,8 @@ class RandomK(_Sparse):
     """Values drawn at random without replacement; the seed determines their indices, which are not sent.
 
     Attributes:
-        k: elements to keep of each block: a fraction if less than 1, otherwise a count.
+        k: elements to keep of each block: a count if it is an integer, a fraction if it is a float. 1 is one element;
+            1.0 is all of them, and becomes the count ``block``.
         block: elements, a multiple of 8 up to 2**24.
         seed: seed of the random numbers, 0 to 2**64 - 1.
         scale: whether to divide values by the fraction that is kept, so that the result is unbiased.

@@ -97,21 +97,6 @@ class Trellis(BucketCodec):
         bounds = [self._bound_of_buckets(part).reshape(-1) for part in parts if part.size]
         return np.concatenate([np.zeros(0), *bounds]).reshape(np.shape(x))
 
-    def error_within(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        """Largest possible error in each of several buckets whose values lie anywhere from ``low`` to ``high``.
-
-        With ``D`` the greatest distance from the centre, which is at most the range of the bucket (or the greatest
-        magnitude, where that reaches ``2**125`` and the centre is 0): no block's scale is larger. ``_gap`` grows up to
-        the last window of levels, and from there on with the position, which is at most 2 over the reach.
-        """
-        import numpy as np
-
-        greatest = np.maximum(abs(low), abs(high))
-        distance = np.where(greatest < _HUGE, high - low, greatest)
-        ends = np.array([2 / self._reach, self._level(self._top - self._off)])
-        relative = self._reach / 2 * float(self._gap(ends).max()) + 2.0**-13 + 32 * 2.0**-24
-        return np.where(distance > 0, relative * distance + 2.0**-23 * greatest + 2.0**-137, 0.0)
-
     def _bound_of_buckets(self, x: np.ndarray) -> np.ndarray:
         """``error_bound`` of buckets of equal sizes, one in each row."""
         import numpy as np

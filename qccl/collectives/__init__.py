@@ -20,7 +20,7 @@ from qccl.collectives.hierarchical import HierarchicalSpec
 from qccl.collectives.peer_exchange import PeerExchangeSpec
 from qccl.collectives.reduce import ReduceSpec
 from qccl.collectives.reduce_scatter import ReduceScatterSpec
-from qccl.collectives.spec import Binding, CollectiveSpec, spec_of
+from qccl.collectives.spec import Binding, Call, CollectiveSpec, input_and_output
 from qccl.collectives.topology import for_nodes, ways
 from qccl.dtypes import DTypeLike
 from qccl.errors import ArgumentError
@@ -32,6 +32,7 @@ __all__ = [
     "AllToAllSpec",
     "Binding",
     "BroadcastSpec",
+    "Call",
     "CoalescedSpec",
     "CollectiveSpec",
     "HierarchicalCoalescedSpec",
@@ -40,7 +41,7 @@ __all__ = [
     "ReduceScatterSpec",
     "ReduceSpec",
     "for_nodes",
-    "spec_of",
+    "input_and_output",
     "spec_of_plan",
     "ways",
 ]

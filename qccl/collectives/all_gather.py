@@ -1,8 +1,8 @@
-"""All-gather: the second round of all-reduce by itself."""
+"""All-gather: the second round of all-reduce by itself; in two levels a node sends a code to another once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -10,16 +10,15 @@ from typing import Any, Self
 from qccl.arrays import Values, is_part_of
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
-from qccl.collectives.levels import all_gather_in_levels
-from qccl.collectives.operands import CallerBuffers, Group, ranks_by_node
+from qccl.collectives.operands import CallerBuffers, Group, Nodes, ranks_by_node
 from qccl.collectives.partitions import partition_as_given
 from qccl.collectives.parts import PartsSpec, parts_of
-from qccl.collectives.rounds import AllGather, alone, assemble, pipeline
+from qccl.collectives.rounds import AllGather, alone, assemble, decode_row, pipeline
 from qccl.collectives.spec import Binding, common
-from qccl.collectives.wire import Encoding
-from qccl.schedule import Schedule
+from qccl.collectives.wire import Encoding, Slots
+from qccl.schedule import Exchange, Op, Schedule, Transfer
 
-__all__ = ["AllGatherSpec", "all_gather"]
+__all__ = ["AllGatherSpec", "all_gather", "all_gather_in_levels"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +26,7 @@ class AllGatherSpec(PartsSpec):
     """Arguments of quantized_all_gather."""
 
     name = "all_gather"
+    whole = "output"
 
     @classmethod
     def from_arguments(cls, *shared: Any, counts: Sequence[int] | None = None) -> Self:
@@ -67,3 +67,39 @@ def all_gather(group: Group, buffers: CallerBuffers, codec: Codec, *, chunking: 
     decode_others = partial(gather.decode, target=buffers.target)
     stages = ((0, encode_own), (0, gather.exchange), (encoding.lag, decode_others))
     return assemble("all_gather", group, buffers, pipeline(encoding.partition.chunks, *stages), gather)
+
+
+def all_gather_in_levels(
+    group: Group,
+    buffers: CallerBuffers,
+    codec: Codec,
+    *,
+    nodes: Sequence[Sequence[int]],
+    chunking: ChunkPolicy = NETWORK,
+) -> Schedule:
+    """All ranks get all parts: a rank sends its code to its node and to one rank of each other node, which forwards it.
+
+    The codes are those of all_gather(), and so is the result. Each node sends its parts once to each other node.
+    """
+    parts, levels = partition_as_given(buffers.counts, codec, chunking), Nodes(group.rank, nodes)
+    encoding = Encoding(parts, codec, buffers.dtype, chunking.depth, sums=True)
+    mates, partners = [rank for rank in levels.mine if rank != group.rank], levels.partners(group.rank)
+    owners = {rank: rank for rank in (group.rank, *mates, *partners)}
+    receivers = [*mates, *(levels.stands_for(node, group.rank) for node in levels.others)]
+    gather = AllGather(group, encoding, owners=owners, receivers=receivers)
+    forwarded = [(mate, maker) for mate in mates for maker in levels.partners(mate)]
+    late = Slots(encoding, "forward.recv", {maker: maker for _, maker in forwarded})
+
+    def forward(k: int) -> Iterator[Op]:
+        """Send the partners' codes of chunk ``k`` to the own node, and receive those of its other ranks' partners."""
+        direct, indirect = gather.received(k), late.wires(k)
+        sends = [Transfer(mate, direct[maker]) for mate in mates for maker in partners if len(direct[maker])]
+        recvs = [Transfer(mate, indirect[maker]) for mate, maker in forwarded if len(indirect[maker])]
+        if sends or recvs:
+            yield Exchange(tuple(sends), tuple(recvs))
+
+    encode_own = partial(gather.encode, source=buffers.source, keep=buffers.target)
+    decode, decode_late = (partial(each, target=buffers.target) for each in (gather.decode, partial(decode_row, late)))
+    lag = encoding.lag
+    stages = (0, encode_own), (0, gather.exchange), (lag, forward), (lag, decode), (lag + lag, decode_late)
+    return assemble("two_levels", group, buffers, pipeline(parts.chunks, *stages), gather, late)

@@ -14,7 +14,7 @@ from qccl.collectives.partitions import partition_as_given
 from qccl.collectives.parts import equal_parts, parts_of, row_major
 from qccl.collectives.rounds import assemble, copy_values, decode_chunk, encode_chunk, pipeline
 from qccl.collectives.spec import Binding, CollectiveSpec, common
-from qccl.collectives.wire import Encoding, exchange
+from qccl.collectives.wire import Encoding, Slots, exchange
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
 from qccl.schedule import Op, Schedule, Span
@@ -103,13 +103,13 @@ def all_to_all(
 
     Everything is sent once, in one hop; the own part is copied as it is.
     """
-    rank, peers = group.rank, group.others
+    rank = group.rank
     buffers = CallerBuffers.exchanged(send_counts, recv_counts, dtype)
     out, back = (
         Encoding(partition_as_given(counts, codec, chunking), codec, dtype, chunking.depth)
         for counts in (send_counts, recv_counts)
     )
-    send, recv = out.slots("send", len(peers)), back.slots("recv", len(peers))
+    send, recv = (Slots(*each, {peer: peer for peer in group.others}) for each in ((out, "send"), (back, "recv")))
 
     # Both ranks number an element by its position in the part. The receiver's rank stands for the round, so that no
     # random number is used twice.
@@ -121,17 +121,13 @@ def all_to_all(
         if k == 0 and count:
             yield copy_values(codec, Span("input", start, start + count), Span("output", first, first + count))
 
-    def received(k: int) -> dict[int, Span]:
-        return {peer: recv.span(k, i, back.nbytes(peer, k)) for i, peer in enumerate(peers)}
-
     def encode_and_exchange(k: int) -> Iterator[Op]:
-        wires = {peer: send.span(k, i, out.nbytes(peer, k)) for i, peer in enumerate(peers)}
-        for peer, wire in wires.items():
+        for peer, wire in send.wires(k).items():
             yield from encode_chunk(out, peer, k, buffers.source, wire, peer, origin=first_of(out, peer))
-        yield from exchange(wires, received(k))
+        yield from exchange(send.wires(k), recv.wires(k))
 
     def decode_all(k: int) -> Iterator[Op]:
-        for peer, wire in received(k).items():
+        for peer, wire in recv.wires(k).items():
             yield from decode_chunk(back, peer, k, wire, buffers.target, peer, rank, origin=first_of(back, peer))
 
     chunks = max(out.partition.chunks, back.partition.chunks)

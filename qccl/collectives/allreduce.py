@@ -11,15 +11,15 @@ from typing import Any, Self
 from qccl.arguments import OpLike, one_of, op_of
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
-from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
-from qccl.collectives.partitions import HOP_NBYTES, partition_together
-from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, pipeline, reduce_and_encode
+from qccl.collectives.operands import SUM, Arrays, CallerBuffers, Combine, Group
+from qccl.collectives.partitions import HOP_NBYTES, partition
+from qccl.collectives.rounds import AllGather, Round, ScatterReduce, Stage, alone, assemble, pipeline
 from qccl.collectives.spec import CollectiveSpec, common
 from qccl.collectives.wire import Encoding
 from qccl.dtypes import DType
 from qccl.schedule import Op, Schedule
 
-__all__ = ["ALLREDUCE", "AllReduceSpec", "choose_allreduce", "one_shot", "two_round"]
+__all__ = ["ALLREDUCE", "AllReduceSpec", "choose_allreduce", "one_shot", "shards_of", "stages_of", "two_round"]
 
 #: encoded bytes above which two ranks use two rounds. Both algorithms send as much, but one_shot encodes and decodes a
 #: fifth more elements, which costs 10 to 25% in shared memory. Measured: the two are equal at 64 KiB
@@ -74,19 +74,7 @@ def two_round(
     Rank r reduces shard r. Each rank sends 2 (size-1)/size of the encoded vector; an element is quantised twice. The
     workspace is (3 size - 2) x depth wire slots of one chunk each, whatever the count.
     """
-    if group.size == 1 or not any(buffers.counts):
-        return assemble("two_round", group, buffers, alone(buffers, codec, combine))
-    encoding = _encoding(buffers, group.size, codec, chunking)
-    scatter = ScatterReduce(group, encoding, buffers.source)
-    gather = AllGather(group, encoding.of_sums(codec), round_number=1)
-
-    def reduce(k: int) -> Iterator[Op]:
-        return reduce_and_encode(scatter, gather, k, combine, buffers.target)
-
-    lag, decode = encoding.lag, partial(gather.decode, target=buffers.target)
-    stages = ((0, scatter.send), (lag, reduce), (lag, gather.exchange), (lag + lag, decode))
-    ops = pipeline(encoding.partition.chunks, *stages)
-    return assemble("two_round", group, buffers, ops, scatter, gather)
+    return _allreduce("two_round", group, buffers, codec, combine, chunking)
 
 
 def one_shot(
@@ -97,23 +85,61 @@ def one_shot(
     Each rank sends size - 1 times the encoded vector in one round; an element is quantised once and the sum not at all.
     The workspace is size x depth wire slots of one chunk each.
     """
+    return _allreduce("one_shot", group, buffers, codec, combine, chunking)
+
+
+def _allreduce(
+    algorithm: str, group: Group, buffers: CallerBuffers, codec: Codec, combine: Combine, chunking: ChunkPolicy
+) -> Schedule:
     if group.size == 1 or not any(buffers.counts):
-        return assemble("one_shot", group, buffers, alone(buffers, codec, combine))
-    encoding = _encoding(buffers, 1, codec, chunking)
-    gather = AllGather(group, encoding, common=True)
-    encode = partial(gather.encode, source=buffers.source)
-    reduce = partial(gather.reduce, combine=combine, target=buffers.target)
-    ops = pipeline(encoding.partition.chunks, (0, encode), (0, gather.exchange), (encoding.lag, reduce))
-    return assemble("one_shot", group, buffers, ops, gather)
+        return assemble(algorithm, group, buffers, alone(buffers, codec, combine))
+    parts = partition(buffers.counts, shards_of(algorithm, group.size), (codec,), chunking)
+    encoding = Encoding(parts, codec, buffers.dtype, chunking.depth)
+    stages, rounds = stages_of(algorithm, group, encoding, codec, combine, buffers.source, buffers.target)
+    return assemble(algorithm, group, buffers, pipeline(parts.chunks, *stages), *rounds)
 
 
-def _encoding(buffers: CallerBuffers, parts: int, codec: Codec, chunking: ChunkPolicy) -> Encoding:
-    """How the caller's arrays are divided and encoded.
+def shards_of(algorithm: str, size: int) -> int:
+    """The number of shards into which an algorithm divides the vector of ``size`` ranks."""
+    return size if algorithm == "two_round" else 1
 
-    Several arrays share messages but not buckets: each array begins a new bucket.
+
+def stages_of(
+    algorithm: str,
+    group: Group,
+    encoding: Encoding,
+    codec: Codec,
+    combine: Combine,
+    source: Arrays,
+    target: Arrays,
+    *,
+    prefix: str = "",
+    round_number: int = 0,
+) -> tuple[list[Stage], list[Round]]:
+    """The stages of an algorithm, and its rounds, the first of which encodes by ``encoding``.
+
+    ``prefix`` begins the names of the rounds, and ``round_number`` is the first one's. If the rounds have different
+    codecs, sums are stored in the element type before they are encoded.
     """
-    together = partition_together(buffers.counts, parts, codec, chunking)
-    return Encoding(together, codec, buffers.dtype, chunking.depth)
+    lag, scatter_name, gather_name = encoding.lag, f"{prefix}scatter", f"{prefix}gather"
+    if algorithm == "one_shot":
+        owners = dict.fromkeys(group.owners(group.size), 0)
+        gather = AllGather(group, encoding, name=gather_name, round_number=round_number, owners=owners)
+        combined = partial(gather.reduce, combine=combine, target=target)
+        return [(0, partial(gather.encode, source=source)), (0, gather.exchange), (lag, combined)], [gather]
+    scatter = ScatterReduce(group, encoding, source, name=scatter_name, round_number=round_number)
+    sums = Encoding(encoding.partition, codec, encoding.dtype, encoding.depth, sums=True)
+    gather = AllGather(group, sums, name=gather_name, round_number=round_number + 1)
+
+    def reduce(k: int) -> Iterator[Op]:
+        if encoding.codec == sums.codec:
+            yield from scatter.reduce(k, combine, gather.wire(k), target)
+        else:
+            yield from scatter.reduce(k, combine, None, target)
+            yield from gather.encode(k, target, target)
+
+    decode = partial(gather.decode, target=target)
+    return [(0, scatter.send), (lag, reduce), (lag, gather.exchange), (lag + lag, decode)], [scatter, gather]
 
 
 #: the algorithms of all-reduce by name

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from qccl.arguments import integer, one_of
+from qccl.arrays import Values
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
-from qccl.collectives.operands import Arrays, CallerBuffers, Group
+from qccl.collectives.operands import CallerBuffers, Group
 from qccl.collectives.partitions import HOP_NBYTES, partition
-from qccl.collectives.rounds import alone, assemble, decode_chunk, encode_chunk, pipeline
-from qccl.collectives.spec import CollectiveSpec, check_root, common
-from qccl.collectives.wire import Encoding, exchange
+from qccl.collectives.rounds import alone, assemble, decode_row, encode_row, pipeline
+from qccl.collectives.spec import Call, CollectiveSpec, check_root, common, input_and_output
+from qccl.collectives.wire import Encoding, Slots, exchange
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
-from qccl.schedule import Buffer, Op, Schedule, Span
+from qccl.schedule import Op, Schedule
 
 __all__ = ["TREES", "BroadcastSpec", "broadcast", "choose_tree"]
 
@@ -41,6 +43,11 @@ class BroadcastSpec(CollectiveSpec):
         """Check the arguments; ``shared`` are those of common()."""
         one_of(algorithm, ("auto", *TREES), "algorithm")
         return cls(**common(*shared), root=integer(root, "root"), algorithm=algorithm)
+
+    @classmethod
+    def named(cls, call: Call) -> dict[str, Values]:
+        """See CollectiveSpec; only the root has an input."""
+        return input_and_output(call.find, *call.arrays, reads=call.rank == call.own["root"])
 
     def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
         """See CollectiveSpec; only the root has an input."""
@@ -81,27 +88,26 @@ def broadcast(
     encoded vector at most once, and the last one has it size - 1 hops of a chunk later; in a tree the root sends it
     log2(size) times, in as many hops. Only the root may have an "input".
     """
-    check_root(root, group.size)
-    (count,) = buffers.counts
-    encoding = Encoding(partition(count, 1, codec, chunking), codec, buffers.dtype, chunking.depth)
-    if group.size == 1 or count == 0:
+    encoding = Encoding(partition(buffers.counts, 1, (codec,), chunking), codec, buffers.dtype, chunking.depth)
+    if group.size == 1 or not any(buffers.counts):
         return assemble(tree, group, buffers, alone(buffers, codec))
     parent, children = _family(group, root, tree)
-    relay = _Relay(root, parent, children, encoding)
+    slots = Slots(encoding, "relay", {root: 0}, least_depth=2)  # one is received while another is passed on
     chunks = encoding.partition.chunks
+
+    def relay(k: int) -> Iterator[Op]:
+        """Receive chunk ``k`` and pass on the one before; the root sends chunk ``k``."""
+        passed = k if parent is None else k - 1
+        sends = dict.fromkeys(children, slots.wire(passed)) if passed >= 0 else {}
+        yield from exchange(sends, {} if parent is None or k == chunks else {parent: slots.wire(k)})
+
     if parent is None:
-
-        def encode_own(k: int) -> Iterator[Op]:
-            return encode_chunk(encoding, 0, k, buffers.source, relay.wire(k), 0, buffers.target)
-
-        ops = pipeline(chunks, (0, encode_own), (0, relay.exchange))
+        encode_own = partial(encode_row, slots, source=buffers.source, keep=buffers.target)
+        ops = pipeline(chunks, (0, encode_own), (0, relay))
     else:
-
-        def decode_one(k: int) -> Iterator[Op]:
-            return relay.decode(k, buffers.target)
-
-        ops = pipeline(chunks, (0, relay.exchange), (1, decode_one)) + tuple(relay.exchange(chunks))
-    return assemble(tree, group, buffers, ops, relay)
+        decode = partial(decode_row, slots, target=buffers.target)
+        ops = pipeline(chunks, (0, relay), (1, decode)) + tuple(relay(chunks))
+    return assemble(tree, group, buffers, ops, slots)
 
 
 def _family(group: Group, root: int, tree: str) -> tuple[int | None, list[int]]:
@@ -119,31 +125,3 @@ def _family(group: Group, root: int, tree: str) -> tuple[int | None, list[int]]:
         None if index == 0 else (parent + root) % size,
         [(child + root) % size for child in children if child < size],
     )
-
-
-class _Relay:
-    """A rank receives wires from its parent and passes them on to its children."""
-
-    def __init__(self, root: int, parent: int | None, children: Sequence[int], encoding: Encoding) -> None:
-        self._root, self._parent, self._children, self._encoding = root, parent, children, encoding
-        self._slots = encoding.slots("relay", 1, least_depth=2)  # one is received while another is passed on
-
-    def buffers(self) -> dict[str, Buffer]:
-        """The wire buffer."""
-        return self._slots.buffers()
-
-    def wire(self, k: int) -> Span:
-        """The wire of chunk ``k``."""
-        return self._slots.span(k, 0, self._encoding.nbytes(0, k))
-
-    def exchange(self, k: int) -> Iterator[Op]:
-        """Receive chunk ``k`` and pass on the one before; the root sends chunk ``k``."""
-        passed, received = (k, k) if self._parent is None else (k - 1, k)
-        chunks = range(self._encoding.partition.chunks)
-        sends = dict.fromkeys(self._children, self.wire(passed)) if passed in chunks else {}
-        receives = {self._parent: self.wire(received)} if self._parent is not None and received in chunks else {}
-        yield from exchange(sends, receives)
-
-    def decode(self, k: int, target: Arrays) -> Iterator[Op]:
-        """Decode chunk ``k``."""
-        yield from decode_chunk(self._encoding, 0, k, self.wire(k), target, self._root)

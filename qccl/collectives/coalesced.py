@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from qccl import dtypes
 from qccl.arguments import OpLike, one_of, op_of
 from qccl.arrays import Values, check_disjoint, same_or_disjoint
 from qccl.collectives.allreduce import ALLREDUCE, AllReduceSpec
 from qccl.collectives.hierarchical import HierarchicalSpec
 from qccl.collectives.operands import CallerBuffers
-from qccl.collectives.spec import Binding, CollectiveSpec, common, common_order
+from qccl.collectives.spec import Binding, Call, CollectiveSpec, common, common_order
+from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError
 from qccl.schedule import buffer_name
 
@@ -68,6 +70,19 @@ class CoalescedSpec(_ManyArrays, AllReduceSpec):
         """Check the arguments; ``shared`` are those of common(), and ``each`` the elements of each array."""
         one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
         return cls(**common(*shared), each=tuple(each), op=op_of(op), algorithm=algorithm)
+
+    @classmethod
+    def from_call(cls, call: Call) -> tuple[list[Self], dict[str, Values]]:
+        """See CollectiveSpec; ``outs`` of the call: whether the arrays for the results follow the inputs."""
+        count = len(call.arrays) // 2 if call.own.pop("outs") else len(call.arrays)
+        xs, outs = call.arrays[:count], call.arrays[count:]
+        arrays: dict[str, Values] = {}
+        for i, x in enumerate(xs):
+            arrays[f"input {i}"] = arrays[f"output {i}"] = call.find(x, f"xs[{i}]", writable=not outs)
+            if outs:
+                arrays[f"output {i}"] = call.find(outs[i], f"outs[{i}]")
+        each = call.own["each"] = tuple(arrays[f"input {i}"].count for i in range(count))
+        return cls._with_codecs(call, arrays, sum(each), dtypes.get(call.dtype or FLOAT32).name, "C"), arrays
 
     def _shown(self) -> dict[str, Any]:
         shown = AllReduceSpec._shown(self)

@@ -43,7 +43,8 @@ def with_feedback(schedule: Schedule, guard: Iterable[str], spans_guarded: Itera
     changes them if the buffers named by ``guard``, and ``spans_guarded``, are finite at its end. They are as long as
     the caller's array; a part that no operation uses stays zero.
     """
-    if not any(op.codec.state_names for op in schedule.ops if not isinstance(op, Exchange | Commit)):
+    codecs = {id(op.codec): op.codec for op in schedule.ops if not isinstance(op, Exchange | Commit)}
+    if not any([codec.state_names for codec in codecs.values()]):
         return schedule
     sums = {op.out for op in schedule.ops if isinstance(op, Reduce) and op.srcs and "residual" in op.codec.state_names}
     ops = tuple(_with_state(op, schedule.buffers, sums) for op in schedule.ops)
@@ -67,15 +68,13 @@ def sums_of(schedule: Schedule) -> list[tuple[str, int, int]]:
 
     They are those of the sums that it owns, or stay zero because it does not encode these elements.
     """
-    states = (op for op in schedule.ops if isinstance(op, Reduce) and op.state and not op.state.sums)
-    own = [span for span, _ in _used(states, "residual")]
-    parts = []
+    own, parts = [each[:3] for each in encoded_parts(schedule) if not each[3]], []
     for name in residuals_of(schedule):
         here, size = 0, schedule.buffers[name].size
-        for span in (*_joined(span for span in own if span.buffer == name), Span(name, size, size)):
-            if here < span.start:
-                parts.append((name, here, span.start))
-            here = span.stop
+        for _, start, stop in (*[each for each in own if each[0] == name], (name, size, size)):
+            if here < start:
+                parts.append((name, here, start))
+            here = stop
     return parts
 
 

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
 from qccl import codecs
 from qccl.arguments import CodecLike, OpLike, integers, one_of, op_of
+from qccl.arrays import Values
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
 from qccl.codecs.feedback import Momentum
-from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
+from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce, shards_of, stages_of
 from qccl.collectives.native import NativeAllGather, NativeScatterReduce
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group, ranks_by_node
-from qccl.collectives.partitions import Concatenation, Grouped, partition_for_all
+from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import (
     AllGather,
+    Round,
     ScatterReduce,
+    Stage,
     alone,
     assemble,
-    decode_chunk,
-    encode_chunk,
+    decode_row,
+    encode_row,
     pipeline,
-    reduce_and_encode,
 )
-from qccl.collectives.spec import CollectiveSpec, common
-from qccl.collectives.wire import Encoding
+from qccl.collectives.spec import Call, CollectiveSpec, common, input_and_output
+from qccl.collectives.wire import Encoding, Slots
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
-from qccl.schedule import Buffer, Op, Schedule
+from qccl.schedule import Schedule
 
 __all__ = ["LAYOUTS", "HierarchicalSpec", "Levels", "by_level", "choose_inter", "hierarchical", "intra_of"]
 
@@ -61,15 +63,6 @@ class Levels:
         """The nodes in which the library can scatter and gather: all ranks own a part, and plain values move."""
         plain = self.intra.name == "none"
         return tuple(tuple(node) for node in self.nodes if plain and 1 < len(node) == self.parts)
-
-    def check(self, size: int) -> None:
-        """Raise ArgumentError unless this divides ``size`` ranks."""
-        if sorted(rank for node in self.nodes for rank in node) != list(range(size)):
-            raise ArgumentError(
-                f"nodes are {[list(node) for node in self.nodes]}; each of the {size} ranks must be in one of them"
-            )
-        if not 1 <= self.parts <= min(map(len, self.nodes)):
-            raise ArgumentError(f"parts is {self.parts}; it must be 1 to the ranks of the smallest node")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +118,13 @@ class HierarchicalSpec(CollectiveSpec):
             exact=exact,
         )
 
+    @classmethod
+    def named(cls, call: Call) -> dict[str, Values]:
+        """See CollectiveSpec; without ``node_ids`` the nodes are the machines of the ranks."""
+        if call.own["node_ids"] is None:
+            call.own["node_ids"] = call.nodes
+        return input_and_output(call.find, *call.arrays)
+
     def __post_init__(self) -> None:
         CollectiveSpec.__post_init__(self)
         if self.intra.sparse and self.op in ("min", "max"):
@@ -148,16 +148,12 @@ class HierarchicalSpec(CollectiveSpec):
 
     def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
         """See CollectiveSpec."""
-        self.check_size(size)
-        return CollectiveSpec.buffers(self, rank, size, in_place=in_place)
-
-    def check_size(self, size: int) -> None:
-        """Raise ArgumentError unless each of ``size`` ranks has a node."""
         if len(self.node_ids) != size:
             raise ArgumentError(
                 f"node_ids has {len(self.node_ids)} numbers; there must be {size}, one for each rank, equal for ranks "
                 f"of one node"
             )
+        return CollectiveSpec.buffers(self, rank, size, in_place=in_place)
 
     def levels(self) -> Levels:
         """The nodes, the parts that have owners in each, and the algorithm that "auto" chooses between them."""
@@ -238,126 +234,55 @@ def hierarchical(
     momentum is that of each rank's own values. "output" holds the sums of the node until the sums of all ranks replace
     them.
     """
-    levels.check(group.size)
     if group.size == 1 or not any(buffers.counts):
         return assemble("hierarchical", group, buffers, alone(buffers, codec, combine))
-    splits = len(levels.nodes) if levels.algorithm == "two_round" else 1
-    fine = partition_for_all(buffers.counts, levels.parts * splits, (levels.intra, codec), chunking)
-    stages = _Stages(group, buffers, codec, combine, levels, fine, chunking.depth, native=native)
-    ops = pipeline(fine.chunks, *stages.in_order())
-    return assemble("hierarchical", group, buffers, ops, stages)
+    nodes, intra, target = levels.nodes, levels.intra, buffers.target
+    splits = shards_of(levels.algorithm, len(nodes))
+    shards = partition(buffers.counts, levels.parts * splits, (intra, codec), chunking, ramped=True)
+    shards_of_part = [range(part * splits, (part + 1) * splits) for part in range(levels.parts)]
+    node = Group(group.rank, next(tuple(each) for each in nodes if group.rank in each))
+    owners = [each[node.index] for each in nodes] if node.index < levels.parts else []
+    between, own = by_level(codec, intra) if node.size > 1 else (codec, intra)
+
+    def encoding(groups: Sequence[Sequence[int]], codec: Codec) -> Encoding:
+        return Encoding(shards.grouped(groups), codec, buffers.dtype, chunking.depth)
+
+    up, down = encoding(shards_of_part, own), encoding(shards_of_part, intra)
+    stages: list[Stage] = []
+    last: list[Stage] = []
+    rounds: list[Round | Slots] = []
+    lag = 0  # of the stages that follow
+    if native and node.ranks in levels.native_groups():
+        scatter: ScatterReduce | NativeScatterReduce = NativeScatterReduce(node, up, buffers.source, combine.op)
+        gather: AllGather | NativeAllGather = NativeAllGather(node, down)
+    else:
+        scatter = ScatterReduce(node, up, buffers.source, name="up")
+        gather = AllGather(node, down, name="down", round_number=3)
+    if node.size > 1:
+        whole = combine if len(owners) == 1 else Combine(combine.op)  # a lone node's sum is the result
+        stages += [(0, scatter.send), (up.lag, partial(scatter.reduce, combine=whole, wire=None, target=target))]
+        rounds, lag = [scatter, gather], up.lag
+        keep = None if intra.name == "none" else target
+        last = [(0, partial(gather.encode, source=target, keep=keep)), (0, gather.exchange)]
+        last += [(down.lag, partial(gather.decode, target=target))]
+    elif intra.name != "none" and any(len(each) > 1 for each in nodes):
+        # Alone in its node: encode and decode the result as the other nodes do, to get the same bits.
+        slots = Slots(down, "down.own", {group.rank: 0})
+        encode = partial(encode_row, slots, source=target, round_number=3)
+        rounds, last = [slots], [(0, encode), (0, partial(decode_row, slots, target=target, round_number=3))]
+    if len(owners) > 1:
+        part = encoding([(shard,) for shard in shards_of_part[node.index]], between)
+        source, others = target if node.size > 1 else buffers.source, Group(group.rank, owners)
+        found, made = stages_of(
+            levels.algorithm, others, part, between, combine, source, target, prefix="inter.", round_number=1
+        )
+        stages += [(lag + late, stage) for late, stage in found]
+        rounds += made
+    lag += down.lag * (1 if levels.algorithm == "one_shot" else 2)
+    stages += [(lag + late, stage) for late, stage in last]
+    return assemble("hierarchical", group, buffers, pipeline(shards.chunks, *stages), *rounds)
 
 
 def by_level(codec: Codec, intra: Codec) -> tuple[Codec, Codec]:
     """The codecs between nodes and inside a node of several ranks, where own values, with momentum, are encoded."""
     return (codec.codec, replace(codec, codec=intra)) if isinstance(codec, Momentum) else (codec, intra)
-
-
-_Stage = Callable[[int], Iterator[Op]]
-
-
-class _Stages:
-    """The stages of one rank; each lags an iteration behind the stage whose transfer it waits for."""
-
-    def __init__(
-        self,
-        group: Group,
-        buffers: CallerBuffers,
-        codec: Codec,
-        combine: Combine,
-        levels: Levels,
-        fine: Concatenation,
-        depth: int,
-        *,
-        native: bool,
-    ) -> None:
-        ranks = next(tuple(node) for node in levels.nodes if group.rank in node)
-        self._node, self._several = Group(group.rank, ranks), len(ranks) > 1
-        index = self._node.index
-        self._owners = [node[index] for node in levels.nodes] if index < levels.parts else []
-        self._combine, self._levels, self._fine = combine, levels, fine
-        self._codec, own = codec, levels.intra
-        if self._several:
-            self._codec, own = by_level(codec, levels.intra)
-        self._first = index * (fine.parts // levels.parts)
-        self._target = buffers.target
-        self._between = buffers.target if self._several else buffers.source  # the values that go between nodes
-        self._coarse = Encoding(Grouped.evenly(fine, levels.parts), levels.intra, buffers.dtype, depth)
-        up = Encoding(self._coarse.partition, own, buffers.dtype, depth)
-        self._up: ScatterReduce | NativeScatterReduce
-        self._down: AllGather | NativeAllGather
-        if native and ranks in levels.native_groups():
-            self._up = NativeScatterReduce(self._node, up, buffers.source, name="up", op=combine.op)
-            self._down = NativeAllGather(self._node, self._coarse, name="down")
-        else:
-            self._up = ScatterReduce(self._node, up, buffers.source, name="up")
-            self._down = AllGather(self._node, self._coarse, name="down", round_number=3)
-        self._slot = self._coarse.slots("down.own", 1)
-        self._exact = levels.intra.name == "none"
-        self._rounds = not self._several and not self._exact and any(len(node) > 1 for node in levels.nodes)
-        self._wires: dict[str, Buffer] = {}
-        if self._several:
-            self._wires |= self._up.buffers() | self._down.buffers()
-        elif self._rounds:
-            self._wires |= self._slot.buffers()
-
-    def buffers(self) -> dict[str, Buffer]:
-        """The wire buffers, after in_order()."""
-        return self._wires
-
-    def in_order(self) -> list[tuple[int, _Stage]]:
-        """All stages with their lags, in order."""
-        stages: list[tuple[int, _Stage]] = []
-        lag, one_shot = 0, self._levels.algorithm == "one_shot"
-        behind = self._coarse.lag
-        if self._several:
-            stages += [(0, self._up.send), (behind, self._reduce_in_node)]
-            lag = behind
-        if len(self._owners) > 1:
-            stages += [(lag + late, stage) for late, stage in (self._one_shot if one_shot else self._two_round)(behind)]
-        lag += behind * (1 if one_shot else 2)
-        if self._rounds:
-            stages += [(lag, self._round)]
-        if self._several:
-            take = partial(self._down.decode, target=self._target)
-            stages += [(lag, self._share), (lag, self._down.exchange), (lag + behind, take)]
-        return stages
-
-    def _reduce_in_node(self, k: int) -> Iterator[Op]:
-        """The sum of the node; if there is no other node, it is the result."""
-        whole = self._combine if len(self._owners) == 1 else Combine(self._combine.op)
-        return self._up.reduce(k, whole, None, self._target)
-
-    def _share(self, k: int) -> Iterator[Op]:
-        return self._down.encode(k, self._target, None if self._exact else self._target)
-
-    def _round(self, k: int) -> Iterator[Op]:
-        """On a rank alone in its node: encode and decode the result as the other nodes do, to get the same bits."""
-        wire = self._slot.span(k, 0, self._coarse.nbytes(0, k))
-        yield from encode_chunk(self._coarse, 0, k, self._target, wire, 3)
-        yield from decode_chunk(self._coarse, 0, k, wire, self._target, self._node.rank, 3)
-
-    def _one_shot(self, behind: int) -> list[tuple[int, _Stage]]:
-        gather = AllGather(*self._among_owners(1), name="inter", round_number=1, common=True)
-        self._wires |= gather.buffers()
-        encode_own = partial(gather.encode, source=self._between)
-        reduce = partial(gather.reduce, combine=self._combine, target=self._target)
-        return [(0, encode_own), (0, gather.exchange), (behind, reduce)]
-
-    def _two_round(self, behind: int) -> list[tuple[int, _Stage]]:
-        owners, shards = self._among_owners(len(self._owners))
-        scatter = ScatterReduce(owners, shards, self._between, name="inter", round_number=1)
-        gather = AllGather(owners, shards.of_sums(self._codec), name="inter.sum", round_number=2)
-        self._wires |= scatter.buffers() | gather.buffers()
-
-        def reduce(k: int) -> Iterator[Op]:
-            return reduce_and_encode(scatter, gather, k, self._combine, self._target)
-
-        decode_others = partial(gather.decode, target=self._target)
-        return [(0, scatter.send), (behind, reduce), (behind, gather.exchange), (2 * behind, decode_others)]
-
-    def _among_owners(self, parts: int) -> tuple[Group, Encoding]:
-        """The owners of this rank's part, and the part in ``parts`` shards."""
-        part = Grouped(self._fine, tuple((self._first + i,) for i in range(parts)))
-        encoding = Encoding(part, self._codec, self._coarse.dtype, self._coarse.depth)
-        return Group(self._node.rank, self._owners), encoding

@@ -11,7 +11,7 @@ from qccl.dtypes import DType
 from qccl.errors import ArgumentError
 from qccl.schedule import Buffer, Role, Span, buffer_name
 
-__all__ = ["SUM", "Arrays", "CallerBuffers", "Combine", "Group", "Places", "ranks_by_node"]
+__all__ = ["SUM", "Arrays", "CallerBuffers", "Combine", "Group", "Nodes", "Places", "ranks_by_node"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,12 @@ class Group:
     @property
     def others(self) -> tuple[int, ...]:
         """The other ranks, starting after this one, so that not all ranks send to the first one at once."""
-        here = self.index
-        return tuple(self.ranks[(here + i) % self.size] for i in range(1, self.size))
+        return tuple(self.owners(self.size))[1:]
+
+    def owners(self, parts: int) -> dict[int, int]:
+        """The numbers of the parts that the first ranks of the group own, by rank, from this rank on around."""
+        here, size = self.index, self.size
+        return {self.ranks[i % size]: i % size for i in range(here, here + size) if i % size < parts}
 
 
 def ranks_by_node(node_ids: Sequence[int]) -> list[list[int]]:
@@ -53,6 +57,27 @@ def ranks_by_node(node_ids: Sequence[int]) -> list[list[int]]:
     for rank, node in enumerate(node_ids):
         found.setdefault(node, []).append(rank)
     return list(found.values())
+
+
+class Nodes:
+    """The nodes as one rank sees them: ``mine`` has its node's ranks, ``others`` those of each other node.
+
+    Rank ``j`` of a node stands for it towards the ranks ``j``, ``j + L``, ... of every other node, where ``L`` is the
+    number of its own ranks; so nodes may differ in size.
+    """
+
+    def __init__(self, rank: int, nodes: Sequence[Sequence[int]]) -> None:
+        self.mine = next(node for node in nodes if rank in node)
+        self.others = [node for node in nodes if rank not in node]
+        self._places = {other: place for node in nodes for place, other in enumerate(node)}
+
+    def stands_for(self, node: Sequence[int], other: int) -> int:
+        """The rank of ``node`` that exchanges codes with rank ``other`` of another node."""
+        return node[self._places[other] % len(node)]
+
+    def partners(self, rank: int) -> tuple[int, ...]:
+        """The ranks of other nodes with which ``rank``, of this node, exchanges codes for its node."""
+        return tuple(other for node in self.others for other in node if self.stands_for(self.mine, other) == rank)
 
 
 @dataclass(frozen=True, slots=True)

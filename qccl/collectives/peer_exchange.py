@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from qccl.arguments import integer, integers
@@ -12,12 +13,12 @@ from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
 from qccl.collectives.operands import Arrays, CallerBuffers, Group
 from qccl.collectives.partitions import partition
-from qccl.collectives.rounds import assemble, decode_chunk, encode_chunk, pipeline
-from qccl.collectives.spec import Binding, CollectiveSpec, common
-from qccl.collectives.wire import Encoding, exchange
+from qccl.collectives.rounds import assemble, decode_chunk, encode_row, pipeline
+from qccl.collectives.spec import Binding, Call, CollectiveSpec, common
+from qccl.collectives.wire import Encoding, Slots, exchange
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
-from qccl.schedule import Buffer, Op, Role, Schedule, Span, buffer_name
+from qccl.schedule import Buffer, Op, Role, Schedule, buffer_name
 
 __all__ = ["PeerExchangeSpec", "peer_buffers", "peer_exchange"]
 
@@ -41,6 +42,19 @@ class PeerExchangeSpec(CollectiveSpec):
         to = tuple(sorted(integers(send_to, "send_to")))
         back = tuple(sorted(integer(peer, "each key of replicas") for peer in receive_from))
         return cls(**common(*shared), send_to=to, receive_from=back, applied=applied)
+
+    @classmethod
+    def named(cls, call: Call) -> dict[str, Values]:
+        """See CollectiveSpec; the arrays of the call are ``z``, ``applied`` and one for each of ``receive_from``."""
+        z, applied, *replicas = call.arrays
+        call.own["receive_from"] = peers = call.own.pop("replicas")
+        arrays = {"input": call.find(z, "z", writable=False)}
+        if applied is not None:
+            arrays["applied"] = call.find(applied, "applied")
+        for peer, replica in zip(peers, replicas, strict=True):
+            arrays[f"replica {peer}"] = call.find(replica, f"replicas[{peer}]")
+        call.own["applied"] = applied is not None
+        return arrays
 
     def _shown(self) -> dict[str, Any]:
         shown = CollectiveSpec._shown(self)
@@ -113,32 +127,22 @@ def peer_exchange(
     There is one hop. Each rank sends the encoded vector to each of ``send_to``, whatever the number of ranks. A rank's
     "applied" and its replicas elsewhere get the same code added: if they were equal to the bit, they still are.
     """
-    (count,), applied = buffers.counts, "applied" in buffers.declared
-    encoding = Encoding(partition(count, 1, codec, chunking), codec, buffers.dtype, chunking.depth)
-    send = encoding.slots("send", 1 if applied or send_to else 0)
-    recv = encoding.slots("recv", len(receive_from))
-
-    def wire(k: int) -> Span:
-        return send.span(k, 0, encoding.nbytes(0, k))
-
-    def received(k: int) -> dict[int, Span]:
-        return {peer: recv.span(k, i, encoding.nbytes(0, k)) for i, peer in enumerate(receive_from)}
-
-    def encode_own(k: int) -> Iterator[Op]:
-        if applied or send_to:
-            yield from encode_chunk(encoding, 0, k, buffers.source, wire(k))
+    applied = "applied" in buffers.declared
+    encoding = Encoding(partition(buffers.counts, 1, (codec,), chunking), codec, buffers.dtype, chunking.depth)
+    send = Slots(encoding, "send", {group.rank: 0} if applied or send_to else {})
+    recv = Slots(encoding, "recv", dict.fromkeys(receive_from, 0))
 
     def exchange_all(k: int) -> Iterator[Op]:
-        yield from exchange(dict.fromkeys(send_to, wire(k)), received(k))
+        sends = {peer: wire for wire in send.wires(k).values() for peer in send_to}
+        yield from exchange(sends, recv.wires(k))
 
     def add(k: int) -> Iterator[Op]:
-        if applied:
-            yield from decode_chunk(encoding, 0, k, wire(k), Arrays(("applied",)), group.rank, accumulate=True)
-        for peer, code in received(k).items():
-            yield from decode_chunk(
-                encoding, 0, k, code, Arrays((buffer_name("replica", peer),)), peer, accumulate=True
-            )
+        wires = (send.wires(k) if applied else {}) | recv.wires(k)
+        for maker, wire in wires.items():
+            name = "applied" if maker == group.rank else buffer_name("replica", maker)
+            yield from decode_chunk(encoding, 0, k, wire, Arrays((name,)), maker, accumulate=True)
 
+    encode_own = partial(encode_row, send, source=buffers.source)
     stages = ((0, encode_own), (0, exchange_all), (encoding.lag, add))
-    ops = pipeline(encoding.partition.chunks, *stages) if count else ()
+    ops = pipeline(encoding.partition.chunks, *stages) if any(buffers.counts) else ()
     return assemble("peer_exchange", group, buffers, ops, send, recv)

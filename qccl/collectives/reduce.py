@@ -9,16 +9,17 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from qccl.arguments import OpLike, integer, one_of, op_of
+from qccl.arrays import Values
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
 from qccl.collectives.allreduce import choose_allreduce
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
 from qccl.collectives.partitions import partition
-from qccl.collectives.rounds import ScatterReduce, alone, assemble, decode_chunk, pipeline
-from qccl.collectives.spec import CollectiveSpec, check_root, common
-from qccl.collectives.wire import Encoding, exchange
+from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, pipeline
+from qccl.collectives.spec import Call, CollectiveSpec, check_root, common, input_and_output
+from qccl.collectives.wire import Encoding
 from qccl.dtypes import DType
-from qccl.schedule import Op, Schedule, Span
+from qccl.schedule import Op, Schedule
 
 __all__ = ["REDUCE", "ReduceSpec", "choose_reduce", "reduce_one_shot", "reduce_two_round"]
 
@@ -38,6 +39,11 @@ class ReduceSpec(CollectiveSpec):
         """Check the arguments; ``shared`` are those of common()."""
         one_of(algorithm, ("auto", *REDUCE), "algorithm")
         return cls(**common(*shared), op=op_of(op), root=integer(root, "root"), algorithm=algorithm)
+
+    @classmethod
+    def named(cls, call: Call) -> dict[str, Values]:
+        """See CollectiveSpec; only the root has an output."""
+        return input_and_output(call.find, *call.arrays, writes=call.rank == call.own["root"])
 
     def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
         """See CollectiveSpec; only the root has an output."""
@@ -75,12 +81,10 @@ def reduce_one_shot(
     There is one hop, in which the root receives size - 1 encoded vectors. An element is quantised once, the root's own
     one not.
     """
-    check_root(root, group.size)
-    (count,) = buffers.counts
-    encoding = Encoding(partition(count, 1, codec, chunking), codec, buffers.dtype, chunking.depth)
-    if group.size == 1 or count == 0:
+    encoding = Encoding(partition(buffers.counts, 1, (codec,), chunking), codec, buffers.dtype, chunking.depth)
+    if group.size == 1 or not any(buffers.counts):
         return assemble("one_shot", group, buffers, alone(buffers, codec, combine))
-    scatter = ScatterReduce(group, encoding, buffers.source, owners=(root,))
+    scatter = ScatterReduce(group, encoding, buffers.source, owners={root: 0})
     reduce = partial(scatter.reduce, combine=combine, wire=None, target=buffers.target)
     ops = pipeline(encoding.partition.chunks, (0, scatter.send), (encoding.lag, reduce))
     return assemble("one_shot", group, buffers, ops, scatter)
@@ -101,35 +105,20 @@ def reduce_two_round(
     one encoded vector in all, and the root receives 2 (size-1)/size of one. An element is quantised
     twice, but in the root's shard once.
     """
-    check_root(root, group.size)
-    (count,) = buffers.counts
-    encoding = Encoding(partition(count, group.size, codec, chunking), codec, buffers.dtype, chunking.depth)
-    if group.size == 1 or count == 0:
+    encoding = Encoding(partition(buffers.counts, group.size, (codec,), chunking), codec, buffers.dtype, chunking.depth)
+    if group.size == 1 or not any(buffers.counts):
         return assemble("two_round", group, buffers, alone(buffers, codec, combine))
     is_root = group.rank == root
+    owners = {rank: part for part, rank in enumerate(group.ranks) if (rank == group.rank) != is_root}
     scatter = ScatterReduce(group, encoding, buffers.source)
-    others = [other for other in group.ranks if other != root]
-    slots = encoding.slots("gather", len(others) if is_root else 1)
-
-    def received(k: int) -> dict[int, Span]:
-        return {other: slots.span(k, i, encoding.nbytes(other, k)) for i, other in enumerate(others)}
-
-    def own(k: int) -> Span:
-        return slots.span(k, 0, encoding.nbytes(group.rank, k))
+    gather = AllGather(group, encoding, round_number=1, owners=owners, receivers=(root,))
 
     def reduce(k: int) -> Iterator[Op]:
-        return scatter.reduce(k, combine, None if is_root else own(k), buffers.target if is_root else None)
+        return scatter.reduce(k, combine, None if is_root else gather.wire(k), buffers.target if is_root else None)
 
-    def gather(k: int) -> Iterator[Op]:
-        return exchange({}, received(k)) if is_root else exchange({root: own(k)}, {})
-
-    def decode_others(k: int) -> Iterator[Op]:
-        for other, wire in received(k).items() if is_root else ():
-            yield from decode_chunk(encoding, other, k, wire, buffers.target, other, 1)
-
-    lag = encoding.lag
-    stages = ((0, scatter.send), (lag, reduce), (lag, gather), (lag + lag, decode_others))
-    return assemble("two_round", group, buffers, pipeline(encoding.partition.chunks, *stages), scatter, slots)
+    lag, decode = encoding.lag, partial(gather.decode, target=buffers.target)
+    stages = ((0, scatter.send), (lag, reduce), (lag, gather.exchange), (lag + lag, decode))
+    return assemble("two_round", group, buffers, pipeline(encoding.partition.chunks, *stages), scatter, gather)
 
 
 #: the algorithms of reduce by name

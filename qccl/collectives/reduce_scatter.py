@@ -1,26 +1,29 @@
-"""Reduce-scatter: the first round of all-reduce by itself."""
+"""Reduce-scatter: the first round of all-reduce by itself; in two levels a node sends a part's sum to another once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, Self
 
 from qccl.arguments import OpLike, op_of
 from qccl.arrays import Values, is_part_of
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
-from qccl.collectives.levels import reduce_scatter_in_levels
-from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group, ranks_by_node
-from qccl.collectives.partitions import partition_as_given
+from qccl.codecs.none import NoCodec
+from qccl.collectives.hierarchical import by_level
+from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group, Nodes, ranks_by_node
+from qccl.collectives.partitions import Segment, partition_as_given
 from qccl.collectives.parts import PartsSpec, parts_of
 from qccl.collectives.rounds import ScatterReduce, alone, assemble, pipeline
-from qccl.collectives.spec import Binding, common
-from qccl.collectives.wire import Encoding
-from qccl.schedule import Schedule
+from qccl.collectives.spec import Binding, CollectiveSpec, common
+from qccl.collectives.wire import ALIGNMENT, Encoding
+from qccl.schedule import Buffer, Role, Schedule, Span
 
-__all__ = ["ReduceScatterSpec", "reduce_scatter"]
+__all__ = ["ReduceScatterSpec", "reduce_scatter", "reduce_scatter_in_levels"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +44,12 @@ class ReduceScatterSpec(PartsSpec):
         """See CollectiveSpec."""
         return CallerBuffers.scattered(self.lengths(size), rank, self.dtype, in_place=in_place)
 
-    def output_in(self, source: Values, rank: int, size: int) -> Values:
-        """This rank's part of ``source``."""
-        lengths = self.lengths(size)
-        return source.part(sum(lengths[:rank]), lengths[rank])
+    def fit(self, arrays: dict[str, Values], rank: int, size: int) -> None:
+        """See CollectiveSpec; without an output of its own, the result replaces this rank's part of the input."""
+        if arrays["output"] is arrays["input"]:
+            lengths = self.lengths(size)
+            arrays["output"] = arrays["input"].part(sum(lengths[:rank]), lengths[rank])
+        CollectiveSpec.fit(self, arrays, rank, size)
 
     def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
         """In place, the output is this rank's part of the input; any other overlap is refused."""
@@ -75,3 +80,86 @@ def reduce_scatter(
     reduce = partial(scatter.reduce, combine=combine, wire=None, target=buffers.target)
     ops = pipeline(encoding.partition.chunks, (0, scatter.send), (encoding.lag, reduce))
     return assemble("reduce_scatter", group, buffers, ops, scatter)
+
+
+def reduce_scatter_in_levels(
+    group: Group,
+    buffers: CallerBuffers,
+    codec: Codec,
+    combine: Combine = SUM,
+    *,
+    nodes: Sequence[Sequence[int]],
+    chunking: ChunkPolicy = NETWORK,
+) -> Schedule:
+    """Rank r gets part r: each node sums exact values, and one of its ranks sends the encoded sum to rank r.
+
+    Each node sends the parts of all other nodes' ranks once, in the second of two hops. The sums of nodes are rounded
+    to the element type. The error is that of the codes of all nodes' sums but the own one.
+
+    A codec with error feedback has the residuals of the sums that the rank encodes. The sums are then kept as a whole,
+    because residuals belong to elements of a buffer; otherwise they are kept for ``chunking.depth`` chunks.
+    """
+    rank, levels, own = group.rank, Nodes(group.rank, nodes), NoCodec()
+    several = len(levels.mine) > 1
+    if several:
+        codec, up_codec = by_level(codec, own)
+    parts = partition_as_given(buffers.counts, codec, chunking, math.lcm(codec.granule, own.granule))
+    encoding = Encoding(parts, codec, buffers.dtype, chunking.depth)
+    sums = _Sums(buffers, encoding, rank, levels.partners(rank))
+    between = ScatterReduce(
+        Group(rank, [levels.stands_for(node, rank) for node in nodes]),
+        encoding,
+        sums if several else buffers.source,
+        name="between",
+        round_number=1,
+        owners={part: part for part in (*levels.partners(rank), rank)},
+        senders=[levels.stands_for(node, rank) for node in levels.others],
+    )
+    lag, reduce = encoding.lag, partial(between.reduce, combine=combine, wire=None, target=buffers.target)
+    if not several:
+        ops = pipeline(parts.chunks, (0, between.send), (lag, reduce))
+        return assemble("two_levels", group, buffers, ops, between)
+    grouped = parts.grouped([(mate, *levels.partners(mate)) for mate in levels.mine])
+    up_encoding = Encoding(grouped, up_codec, buffers.dtype, chunking.depth)
+    up = ScatterReduce(Group(rank, levels.mine), up_encoding, buffers.source, name="up")
+    sum_in_node = partial(up.reduce, combine=Combine(combine.op), wire=None, target=sums)
+    ops = pipeline(parts.chunks, (0, up.send), (lag, sum_in_node), (lag, between.send), (lag + lag, reduce))
+    return assemble("two_levels", group, buffers, ops, up, between, sums, guarded=sums.guarded)
+
+
+class _Sums:
+    """Where the sums of a node are: of the own part in the target, of parts for other nodes in the buffer "sums".
+
+    Attributes:
+        guarded: the sums that must be finite for residuals to change.
+    """
+
+    def __init__(self, buffers: CallerBuffers, encoding: Encoding, rank: int, partners: Sequence[int]) -> None:
+        starts = list(accumulate(buffers.counts, initial=0))
+        self._target, self._dtype, self._own = buffers.target, buffers.dtype, range(starts[rank], starts[rank + 1])
+        self.guarded: list[Span] = []
+        chunks, self._size = range(encoding.partition.chunks), 0
+        rows = [[segment for part in partners for segment, _ in encoding.segments(part, k)] for k in chunks]
+        if "residual" in encoding.codec.state_names:
+            self._places = {segment.start: segment.start for row in rows for segment in row}
+            self._size = starts[-1] if self._places else 0
+            self.guarded = [Span("sums", starts[part], starts[part + 1]) for part in partners if buffers.counts[part]]
+            return
+        # a slot has as many elements as its alignment has bytes, which is enough
+        slots = [[-(-len(segment) // ALIGNMENT) * ALIGNMENT for segment in row] for row in rows]
+        longest, depth = max(map(sum, slots)), min(encoding.depth, len(rows))
+        self._size, self._places = longest * depth, {}
+        for k, (row, lengths) in enumerate(zip(rows, slots, strict=True)):
+            places = accumulate(lengths, initial=k % depth * longest)
+            self._places |= {segment.start: place for segment, place in zip(row, places, strict=False)}
+
+    def buffers(self) -> dict[str, Buffer]:
+        """The buffer of the sums for other nodes, if there are some."""
+        return {"sums": Buffer(self._size, self._dtype, Role.WORK)} if self._size else {}
+
+    def span(self, segment: Segment) -> Span:
+        """The elements of a segment."""
+        if segment.start in self._own:
+            return self._target.span(segment)
+        start = self._places[segment.start]
+        return Span("sums", start, start + len(segment))

@@ -7,7 +7,7 @@ the group has ranks, the last ranks own none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from qccl.codecs.base import Codec
@@ -16,8 +16,11 @@ from qccl.collectives.operands import SUM, Arrays, CallerBuffers, Combine, Group
 from qccl.collectives.wire import Encoding, Slots, exchange
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Schedule, Span
 
-__all__ = ["AllGather", "Round", "ScatterReduce", "alone", "assemble", "copy_values", "decode_chunk", "encode_chunk"]
-__all__ += ["pipeline", "reduce_and_encode"]
+__all__ = ["AllGather", "Round", "ScatterReduce", "Stage", "alone", "assemble", "copy_values", "decode_chunk"]
+__all__ += ["decode_row", "encode_chunk", "encode_row", "pipeline"]
+
+#: a stage of a pipeline: its lag, and what makes the operations of a chunk
+Stage = tuple[int, Callable[[int], Iterator[Op]]]
 
 
 class Round:
@@ -34,53 +37,48 @@ class Round:
 class ScatterReduce(Round):
     """Each rank sends every owner its part, and the owners reduce the codes that they receive and their own values.
 
-    ``owners`` are the ranks that own parts 0, 1, ... (by default the first ranks of the group). There is one wire slot
-    for each peer in "scatter.send" and in "scatter.recv"; ``name`` replaces "scatter".
+    There is one wire slot for each peer in "scatter.send" and in "scatter.recv"; ``name`` replaces "scatter".
     """
 
     def __init__(
         self,
         group: Group,
         encoding: Encoding,
-        source: Arrays,
+        source: Places,
         *,
         name: str = "scatter",
         round_number: int = 0,
-        owners: Sequence[int] | None = None,
+        owners: Mapping[int, int] | None = None,
+        senders: Sequence[int] | None = None,
     ) -> None:
-        self._encoding, self._source, self._round = encoding, source, round_number
-        self._index = group.index
-        part_of = {owner: part for part, owner in enumerate(owners or group.ranks[: encoding.partition.parts])}
-        self._part = part_of.get(group.rank)
-        self._owners = {other: part_of[other] for other in group.others if other in part_of}
-        self._senders = () if self._part is None else group.others
-        self._in_order = tuple(other for other in group.ranks if other != group.rank)
-        self._send = encoding.slots(f"{name}.send", len(self._owners))
-        self._recv = encoding.slots(f"{name}.recv", len(self._senders))
+        """``owners``: the part of each rank to which this one sends, and its own (None: group.owners()).
 
-    @property
-    def codec(self) -> Codec:
-        """What encodes the values."""
-        return self._encoding.codec
+        ``senders``: the other ranks of the group, in the order of their slots (None: group.others).
+        """
+        self.encoding, self._source, self._round = encoding, source, round_number
+        self._index = group.index
+        owners = group.owners(encoding.partition.parts) if owners is None else owners
+        self._part = owners.get(group.rank)
+        self._in_order = tuple(other for other in group.ranks if other != group.rank)
+        own = {} if self._part is None else dict.fromkeys(senders or group.others, self._part)
+        self._send = Slots(encoding, f"{name}.send", {peer: owners[peer] for peer in owners if peer != group.rank})
+        self._recv = Slots(encoding, f"{name}.recv", own)
 
     def send(self, k: int) -> Iterator[Op]:
         """Encode chunk ``k`` of every owner's part and exchange."""
-        sends = {}
-        for i, (owner, part) in enumerate(self._owners.items()):
-            wire = sends[owner] = self._send.span(k, i, self._encoding.nbytes(part, k))
-            yield from encode_chunk(self._encoding, part, k, self._source, wire, self._round)
-        yield from exchange(sends, self._received(k))
+        yield from encode_row(self._send, k, self._source, self._round)
+        yield from exchange(self._send.wires(k), self._recv.wires(k))
 
     def reduce(self, k: int, combine: Combine, wire: Span | None, target: Places | None) -> Iterator[Op]:
         """Combine the codes of chunk ``k`` of the own part with the own values, into ``wire`` and ``target``."""
         if self._part is None:
             return
-        received = self._received(k)
+        received = self._recv.wires(k)
         wires = [received[other] for other in self._in_order]
         slots = wires if wire is None else [*wires, wire]
-        for segment, spans in self._encoding.segments(self._part, k, *slots):
+        for segment, spans in self.encoding.segments(self._part, k, *slots):
             yield Reduce(
-                self._encoding.codec,
+                self.encoding.codec,
                 srcs=tuple(spans[: len(wires)]),
                 own=self._source.span(segment),
                 own_index=self._index,
@@ -94,90 +92,67 @@ class ScatterReduce(Round):
                 src_round=self._round,
             )
 
-    def _received(self, k: int) -> dict[int, Span]:
-        if self._part is None:
-            return {}
-        nbytes = self._encoding.nbytes(self._part, k)
-        return {other: self._recv.span(k, i, nbytes) for i, other in enumerate(self._senders)}
-
 
 class AllGather(Round):
-    """Each owner sends its wire to all other ranks, and each rank receives the wires of all owners.
+    """Each owner sends its wire to other ranks, and each rank receives the wires of owners.
 
-    With ``common`` there is one part, and every rank sends a code of it. ``round_number`` is the round in which the
-    wires are made. There is one wire slot in "gather.send", and one for each owner in "gather.recv"; ``name`` replaces
-    "gather".
+    There is one wire slot in "gather.send", and one for each owner in "gather.recv"; ``name`` replaces "gather".
     """
 
     def __init__(
-        self, group: Group, encoding: Encoding, *, name: str = "gather", round_number: int = 0, common: bool = False
+        self,
+        group: Group,
+        encoding: Encoding,
+        *,
+        name: str = "gather",
+        round_number: int = 0,
+        owners: Mapping[int, int] | None = None,
+        receivers: Sequence[int] | None = None,
     ) -> None:
-        self._encoding, self._round = encoding, round_number
-        self._rank, self._ranks = group.rank, group.ranks
-        owners = group.ranks if common else group.ranks[: encoding.partition.parts]
-        self._part_of = {owner: 0 if common else part for part, owner in enumerate(owners)}
-        self._owners = [other for other in group.others if other in self._part_of]
-        self._receivers = group.others if group.rank in self._part_of else ()
-        self._send = encoding.slots(f"{name}.send", 1 if self._receivers else 0)
-        self._recv = encoding.slots(f"{name}.recv", len(self._owners))
+        """``owners``: the parts of the ranks whose wires this one makes and receives (None: group.owners()).
 
-    @property
-    def codec(self) -> Codec:
-        """What encodes the sums."""
-        return self._encoding.codec
+        ``receivers``: of the own wire (None: group.others). ``round_number``: the round in which the wires are made.
+        """
+        self.encoding, self._round, self._ranks = encoding, round_number, group.ranks
+        owners = group.owners(encoding.partition.parts) if owners is None else owners
+        own = {group.rank: owners[group.rank]} if group.rank in owners else {}
+        self._receivers = (receivers or group.others) if own else ()
+        self._send = Slots(encoding, f"{name}.send", own)
+        self._recv = Slots(encoding, f"{name}.recv", {owner: owners[owner] for owner in owners if owner not in own})
 
     def wire(self, k: int) -> Span:
         """The slot of the own wire of chunk ``k``, from which it is sent."""
-        return self._send.span(k, 0, self._encoding.nbytes(self._part_of[self._rank], k))
+        return self._send.wire(k)
+
+    def received(self, k: int) -> dict[int, Span]:
+        """The slots of the others' wires of chunk ``k``, by owner."""
+        return self._recv.wires(k)
 
     def encode(self, k: int, source: Arrays, keep: Arrays | None = None) -> Iterator[Op]:
         """Encode chunk ``k`` of the own part, if there is one; ``keep`` receives the values that the others decode."""
-        if self._rank in self._part_of:
-            part = self._part_of[self._rank]
-            yield from encode_chunk(self._encoding, part, k, source, self.wire(k), self._round, keep)
+        yield from encode_row(self._send, k, source, self._round, keep)
 
     def exchange(self, k: int) -> Iterator[Op]:
         """Send the own wire of chunk ``k`` to all, and receive theirs."""
-        sends = dict.fromkeys(self._receivers, self.wire(k)) if self._receivers else {}
-        yield from exchange(sends, self._received(k))
+        sends = {peer: wire for wire in self._send.wires(k).values() for peer in self._receivers}
+        yield from exchange(sends, self._recv.wires(k))
 
     def decode(self, k: int, target: Arrays) -> Iterator[Op]:
         """Decode chunk ``k`` of the others' parts into place."""
-        for owner, slot in self._received(k).items():
-            yield from decode_chunk(self._encoding, self._part_of[owner], k, slot, target, owner, self._round)
+        yield from decode_row(self._recv, k, target, self._round)
 
     def reduce(self, k: int, combine: Combine, target: Arrays) -> Iterator[Op]:
-        """With ``common``: combine all wires of chunk ``k``, the own one included, in the group's order."""
-        found = self._received(k) | {self._rank: self.wire(k)}
-        for segment, spans in self._encoding.segments(0, k, *(found[rank] for rank in self._ranks)):
+        """If all own the same part: combine all wires of chunk ``k``, the own one too, in the group's order."""
+        found = self._recv.wires(k) | self._send.wires(k)
+        for segment, spans in self.encoding.segments(0, k, *(found[rank] for rank in self._ranks)):
             yield Reduce(
-                *(self._encoding.codec, tuple(spans), None, 0, None, target.span(segment)),
+                *(self.encoding.codec, tuple(spans), None, 0, None, target.span(segment)),
                 op=combine.op,
                 scale=combine.scale,
                 index=segment.index,
                 src_ranks=tuple(self._ranks),
                 src_round=self._round,
             )
-
-    def _received(self, k: int) -> dict[int, Span]:
-        return {
-            owner: self._recv.span(k, i, self._encoding.nbytes(self._part_of[owner], k))
-            for i, owner in enumerate(self._owners)
-        }
-
-
-def reduce_and_encode(
-    scatter: ScatterReduce, gather: AllGather, k: int, combine: Combine, target: Arrays
-) -> Iterator[Op]:
-    """Reduce chunk ``k`` of the own part into ``target`` and into the wire that ``gather`` sends.
-
-    If the rounds have different codecs, the sum is stored in the element type before it is encoded.
-    """
-    if scatter.codec == gather.codec:
-        yield from scatter.reduce(k, combine, gather.wire(k), target)
-    else:
-        yield from scatter.reduce(k, combine, None, target)
-        yield from gather.encode(k, target, target)
 
 
 def encode_chunk(
@@ -222,6 +197,20 @@ def decode_chunk(
         yield Decode(encoding.codec, span, target.span(segment), accumulate, index, round_number, maker)
 
 
+def encode_row(
+    slots: Slots, k: int, source: Places, round_number: int = 0, keep: Arrays | None = None
+) -> Iterator[Op]:  # fmt: skip
+    """encode_chunk() for each slot of a row."""
+    for peer, wire in slots.wires(k).items():
+        yield from encode_chunk(slots.encoding, slots.parts[peer], k, source, wire, round_number, keep)
+
+
+def decode_row(slots: Slots, k: int, target: Arrays, round_number: int = 0) -> Iterator[Op]:
+    """decode_chunk() for each slot of a row, by the peer that made the code."""
+    for peer, wire in slots.wires(k).items():
+        yield from decode_chunk(slots.encoding, slots.parts[peer], k, wire, target, peer, round_number)
+
+
 def alone(buffers: CallerBuffers, codec: Codec, combine: Combine = SUM) -> Iterator[Op]:
     """The operations of a rank without peers: exact copies, with momentum, if there is anything to change."""
     if buffers.source != buffers.target or combine.scale != 1.0 or "momentum" in codec.state_names:
@@ -235,7 +224,7 @@ def copy_values(codec: Codec, source: Span, target: Span, combine: Combine = SUM
     return Reduce(codec, (), source, 0, None, target, combine.op, combine.scale)
 
 
-def pipeline(chunks: int, *stages: tuple[int, Callable[[int], Iterator[Op]]]) -> tuple[Op, ...]:
+def pipeline(chunks: int, *stages: Stage) -> tuple[Op, ...]:
     """The program order of a pipeline: in iteration ``i`` each stage ``(lag, make)`` in turn does chunk ``i - lag``.
 
     On the host the order is only a priority. On CUDA the queues keep it, so it decides what can overlap: an operation

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, Self
 
 from qccl import codecs, dtypes
 from qccl.arguments import CodecLike, chunk_of, count_of
-from qccl.arrays import Values, same_or_disjoint
+from qccl.arrays import Memory, Values, same_or_disjoint
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
 from qccl.collectives.operands import CallerBuffers, Group
@@ -18,13 +18,62 @@ from qccl.dtypes import DType, DTypeLike
 from qccl.errors import ArgumentError
 from qccl.schedule import Buffer, Role, Schedule
 
-__all__ = ["Binding", "CollectiveSpec", "check_root", "common", "common_order", "spec_of"]
+__all__ = ["Binding", "Call", "CollectiveSpec", "check_root", "common", "common_order", "input_and_output"]
 
-_Spec = TypeVar("_Spec", bound="CollectiveSpec")
-_PLAIN = frozenset({str, int, type(None)})
-#: specs of earlier calls, by all arguments and their types
-_known: dict[tuple[Any, ...], CollectiveSpec] = {}
-_MOST_KNOWN = 10_000
+#: types whose values never change, and equal only values of their type that mean the same
+_PLAIN = frozenset({str, int, bool, type(None)})
+#: the names of arrays in messages about raw pointers, which have NCCL's names
+_OF_POINTERS = {"x": "sendbuf", "out": "recvbuf", "z": "sendbuf"}
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """A call as the program makes it, before its checks (CollectiveSpec.from_call).
+
+    Attributes:
+        memory, rank, size, nodes: of the communicator.
+        arrays: arrays, or with a ``count`` raw pointers to as many elements each.
+        own: the collective's own parameters, by name.
+        codecs: the codec; with "auto" the codecs from which the ranks choose.
+        dtype: the element type of all arrays; None means the first array's.
+    """
+
+    memory: Memory
+    rank: int
+    size: int
+    nodes: tuple[int, ...]
+    arrays: tuple[Any, ...]
+    own: dict[str, Any]
+    codecs: tuple[CodecLike, ...]
+    chunk: int | None
+    dtype: DType | str | None
+    count: int | None
+
+    def find(self, array: Any, what: str, *, writable: bool = True) -> Values:
+        """The memory of one of the arrays, which is named ``what`` in errors. Raises InvalidBufferError."""
+        if self.count is None:
+            found = self.memory.from_array(array, dtype=self.dtype, writable=writable, what=what)
+            self.dtype = found.dtype
+            return found
+        what = _OF_POINTERS.get(what, what)
+        return self.memory.from_pointer(array, self.count, dtypes.get(self.dtype), writable=writable, what=what)
+
+
+def input_and_output(
+    find: Callable[..., Values], x: Any, out: Any, *, reads: bool = True, writes: bool = True
+) -> dict[str, Values]:
+    """The arrays of a call by the names of the schedule's buffers. Without ``out``, ``x`` is the output, too.
+
+    ``find`` is Call.find(); ``reads`` and ``writes``: whether this rank has an input and an output.
+    """
+    arrays: dict[str, Values] = {}
+    if reads:
+        arrays["input"] = find(x, "x", writable=writes and out is None)
+    if writes and out is not None:
+        arrays["output"] = find(out, "out")
+    elif writes:
+        arrays["output"] = arrays["input"] if reads else find(x, "x")
+    return arrays
 
 
 class Binding(NamedTuple):
@@ -44,7 +93,8 @@ class CollectiveSpec(ABC):
     """The checked arguments of a call: the key of its programs, and the text that the ranks compare.
 
     A subclass adds its own parameters and a class method ``from_arguments(count, dtype, codec, chunk, order, *, ...)``
-    that checks all of them. The caller's arrays have the names of the schedule's buffers: "input", "output".
+    that checks all of them. The caller's arrays have the names of the schedule's buffers: "input", "output". A subclass
+    with other arrays overrides ``named``.
 
     Attributes:
         count: elements of the whole vector.
@@ -55,6 +105,8 @@ class CollectiveSpec(ABC):
     name: ClassVar[str]
     #: whether codecs with error feedback or momentum are allowed
     keeps_state: ClassVar[bool] = False
+    #: the array whose elements are the whole vector, if this rank has it; otherwise its first array is
+    whole: ClassVar[str] = "input"
 
     count: int
     dtype: DType
@@ -64,7 +116,7 @@ class CollectiveSpec(ABC):
 
     def __post_init__(self) -> None:
         codec, op = self.codec, getattr(self, "op", "sum")
-        if any(each.plain.sparse for each in codec.rounds) and op in ("min", "max"):
+        if op in ("min", "max") and any(each.plain.sparse for each in codec.rounds):
             raise ArgumentError(
                 f"op {op!r} is not possible with {codec.spec()}, which sends only some of the elements; use sum or avg"
             )
@@ -76,9 +128,35 @@ class CollectiveSpec(ABC):
                 f"reduce_scatter, with op sum or avg, or peer_exchange"
             )
 
+    @classmethod
+    def from_call(cls, call: Call) -> tuple[list[Self], dict[str, Values]]:
+        """Check a call: its specs, one for each codec, and its arrays by the names of the schedule's buffers.
+
+        Raises ArgumentError, CodecError, InvalidBufferError.
+        """
+        arrays = cls.named(call)
+        whole = arrays[cls.whole] if cls.whole in arrays else next(iter(arrays.values()))
+        return cls._with_codecs(call, arrays, whole.count, whole.dtype.name, whole.order), arrays
+
+    @classmethod
+    def named(cls, call: Call) -> dict[str, Values]:
+        """The arrays of a call by the names of the schedule's buffers; may change ``call.own``."""
+        return input_and_output(call.find, *call.arrays)
+
+    @classmethod
+    def _with_codecs(cls, call: Call, arrays: dict[str, Values], count: int, dtype: str, order: str) -> list[Self]:
+        specs = []
+        for codec in call.codecs:
+            given = codec, call.chunk, *call.own.values()
+            make = _known if all(map(_is_plain, given)) else _known.__wrapped__
+            spec = make(cls, count, dtype, codec, call.chunk, order, **call.own)
+            spec.fit(arrays, call.rank, call.size)
+            specs.append(spec)
+        return specs
+
     def text(self) -> str:
         """The parameters on which all ranks must agree: the ranks compare this text, and messages show it."""
-        return f"{self.name}({', '.join(f'{name}={value}' for name, value in self._shown().items())})"
+        return f"{self.name}({', '.join([f'{name}={value}' for name, value in self._shown().items()])})"
 
     def _shown(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -111,20 +189,23 @@ class CollectiveSpec(ABC):
         """The arrays of a call that it reads (Role.INPUT), or those that it writes (Role.OUTPUT)."""
         return [arrays[name] for name, buffer in _declared(self, rank, size).items() if buffer.role is role]
 
-    def check_counts(self, arrays: Mapping[str, Values], rank: int, size: int) -> None:
-        """Raise ArgumentError if an array does not have the number of elements that the call needs."""
-        for name, buffer in _declared(self, rank, size).items():
-            if arrays[name].count != (count := buffer.size):
-                other = arrays.get({"input": "output", "output": "input"}.get(name, ""), arrays[name])
-                beside = "" if other is arrays[name] else f"; {other.what} has {other.count}"
-                raise ArgumentError(
-                    f"{arrays[name].what} has {arrays[name].count} elements, and {self.name} of {self.count} elements "
-                    f"on {size} ranks needs {count} on rank {rank}{beside}"
-                )
+    def fit(self, arrays: dict[str, Values], rank: int, size: int) -> None:
+        """Raise ArgumentError if an array does not have the number of elements that the call needs.
 
-    def output_in(self, source: Values, rank: int, size: int) -> Values:
-        """The part of ``source`` that receives the result if the caller gives no output array."""
-        return source
+        An output that is the whole input becomes the part of the input that receives the result.
+        """
+        for name, buffer in _declared(self, rank, size).items():
+            values, count = arrays[name], buffer.size
+            if values.count != count:
+                has = f"{values.what} has {values.count} elements"
+                other = arrays.get({"input": "output", "output": "input"}.get(name, ""), values)
+                if other.count == count:
+                    raise ArgumentError(f"{other.what} has {count} elements, and {has}; they must be equal")
+                beside = "" if other is values else f"; {other.what} has {other.count}"
+                raise ArgumentError(
+                    f"{has}, and {self.name} of {self.count} elements on {size} ranks needs {count} on rank "
+                    f"{rank}{beside}"
+                )
 
     def order_of(self, arrays: Mapping[str, Values]) -> str:
         """The order of the arrays' elements in memory. Raises ArgumentError if the arrays differ in it."""
@@ -159,34 +240,17 @@ def _declared(spec: CollectiveSpec, rank: int, size: int) -> Mapping[str, Buffer
     return spec.buffers(rank, size).declared
 
 
-def spec_of(make: Callable[..., _Spec], values: Values, how: Mapping[str, Any], order: str = "C", **own: Any) -> _Spec:
-    """The spec of a call on these values, from a class's from_arguments() and the call's options.
-
-    Equal arguments give the same object, and are checked once.
-    """
-    codec, chunk = how["codec"], how["chunk"]
-    shared = values.count, values.dtype.name, codec, chunk, order
-    kinds = (type(codec), type(chunk), *map(type, own.values()))  # True equals 1, but does not mean the same
-    key = make, shared, tuple(own.values()), kinds
-    try:
-        found = _known.get(key) if tuple not in kinds or _have_integers(own.values()) else None
-    except TypeError:  # a dict, for example
-        return make(*shared, **own)
-    if found is None:
-        found = make(*shared, **own)
-        if all(map(_is_plain, (codec, chunk, *own.values()))) and len(_known) < _MOST_KNOWN:
-            _known[key] = found
-    return cast(_Spec, found)
+@lru_cache(4096, typed=True)
+def _known(kind: Any, *shared: Any, **own: Any) -> Any:
+    """The spec of these arguments, which must be plain; equal ones are checked once."""
+    return kind.from_arguments(*shared, **own)
 
 
 def _is_plain(value: Any) -> bool:
     """Whether a value never changes, and equals only values of its type that mean the same."""
-    return type(value) in _PLAIN or isinstance(value, Codec) or (type(value) is tuple and _have_integers([value]))
-
-
-def _have_integers(values: Iterable[Any]) -> bool:
-    """Whether the tuples among the values have Python's integers alone, no True."""
-    return all(type(each) is int for value in values if type(value) is tuple for each in value)
+    if type(value) is tuple:
+        return all(type(each) is int for each in value)
+    return type(value) in _PLAIN or isinstance(value, Codec)
 
 
 def common(count: int, dtype: DTypeLike, codec: CodecLike, chunk: int | None, order: str = "C") -> dict[str, Any]:

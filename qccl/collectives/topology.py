@@ -1,4 +1,4 @@
-"""The ways to make a call, and whether it runs in two levels because that sends less between nodes.
+"""The ways to make a call, and whether it runs in two levels because that sends less between nodes; also in words.
 
 Without it, each rank sends each other rank its codes. If several ranks share a node, the same sums then cross the link
 between nodes several times: ``L`` ranks on each of ``m`` nodes send 2 L (m-1)/m E from each node in an all-reduce of
@@ -7,10 +7,12 @@ between nodes several times: ``L`` ranks on each of ``m`` nodes send 2 L (m-1)/m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.none import NoCodec
 from qccl.collectives.all_gather import AllGatherSpec
 from qccl.collectives.allreduce import ALLREDUCE, AllReduceSpec, choose_allreduce
@@ -22,8 +24,9 @@ from qccl.collectives.partitions import HOP_NBYTES
 from qccl.collectives.reduce import REDUCE, ReduceSpec
 from qccl.collectives.reduce_scatter import ReduceScatterSpec
 from qccl.collectives.spec import CollectiveSpec
+from qccl.schedule import Encode, Exchange, Reduce, Schedule
 
-__all__ = ["Cost", "costs", "for_nodes", "ways"]
+__all__ = ["Cost", "costs", "crossing_nbytes", "explain", "for_nodes", "ways"]
 
 #: names of ways to make a call that are no algorithm's
 _ONE_LEVEL, _TWO_LEVELS = "one level", "two levels"
@@ -97,38 +100,119 @@ def _in_levels(spec: CollectiveSpec, nodes: tuple[int, ...]) -> CollectiveSpec:
 
 
 def costs(spec: CollectiveSpec, node_ids: Sequence[int]) -> tuple[Cost, Cost] | None:
-    """The cost of a call in one level, and in two; None if there is nothing to choose."""
-    nodes = ranks_by_node(node_ids)
-    if not 1 < len(nodes) < len(node_ids):
+    """The cost of a call in one level, and in two; None if there is nothing to choose.
+
+    By formulas: a first call has no time to make the schedules of a node's ranks, whose bytes
+    Schedule.moved_nbytes() counts.
+    """
+    nodes, size = ranks_by_node(node_ids), len(node_ids)
+    if not 1 < len(nodes) < size:
         return None
+    alone = [[node] for node in range(len(nodes))]  # in two levels a node sends what one rank would
     if isinstance(spec, AllReduceSpec) and spec.algorithm == "auto":
-        return _of_allreduce(spec, nodes)
+        first, second = (codec.encoded_nbytes(spec.count, spec.dtype) for codec in spec.codec.rounds)
+        flat = choose_allreduce(spec.count, size, spec.dtype, spec.codec)
+        inter = choose_inter(spec.count, len(nodes), min(map(len, nodes)), spec.dtype, spec.codec)
+        return _of_allreduce(flat, nodes, first, second, 0), _of_allreduce(inter, alone, first, second, 2)
     if isinstance(spec, ReduceScatterSpec | AllGatherSpec):
-        return _of_parts(spec, nodes)
+        gathers = isinstance(spec, AllGatherSpec)
+        nbytes = [spec.codec.rounds[gathers].encoded_nbytes(count, spec.dtype) for count in spec.lengths(size)]
+        together = [sum(nbytes[rank] for rank in node) for node in nodes]
+        if gathers:
+            return Cost(_busiest(nodes, [], nbytes), 1), Cost(_busiest(alone, [], together), 2)
+        return Cost(_busiest(nodes, nbytes, []), 1), Cost(_busiest(alone, together, []), 2)
     return None
 
 
-def _of_allreduce(spec: AllReduceSpec, nodes: Sequence[Sequence[int]]) -> tuple[Cost, Cost]:
-    size, n = sum(map(len, nodes)), len(nodes)
-    first, second = (codec.encoded_nbytes(spec.count, spec.dtype) for codec in spec.codec.rounds)
-    pairs = max(len(node) * (size - len(node)) for node in nodes)
-    if choose_allreduce(spec.count, size, spec.dtype, spec.codec) == "one_shot":
-        flat = Cost(pairs * first, 1)
+def _of_allreduce(algorithm: str, nodes: Sequence[Sequence[int]], first: int, second: int, hops: int) -> Cost:
+    size = sum(map(len, nodes))
+    if algorithm == "one_shot":
+        return Cost(_busiest(nodes, [], [first] * size), hops + 1)
+    return Cost(_busiest(nodes, [first] * size, [second] * size) // size, hops + 2)
+
+
+def _busiest(nodes: Sequence[Sequence[int]], scattered: Sequence[int], gathered: Sequence[int]) -> int:
+    """Bytes that the node sends to others that sends most.
+
+    Each rank sends ``scattered[r]`` bytes to every rank ``r`` of other nodes, and ``r`` sends ``gathered[r]`` to it.
+    """
+    size, total = sum(map(len, nodes)), sum(scattered)
+
+    def sent(node: Sequence[int]) -> int:
+        scattering = len(node) * (total - sum([scattered[rank] for rank in node])) if scattered else 0
+        return scattering + ((size - len(node)) * sum([gathered[rank] for rank in node]) if gathered else 0)
+
+    return max(map(sent, nodes))
+
+
+def crossing_nbytes(spec: CollectiveSpec, node_ids: Sequence[int]) -> int:
+    """Bytes that the node of rank 0 sends to others, or receives if these are more; rank 0 alone if all share a node.
+
+    No other node moves more if the parts of the vector are equal and rank 0 is the root.
+    """
+    nodes = node_ids if len(set(node_ids)) > 1 else range(len(node_ids))
+    moved = [schedule.moved_nbytes(nodes) for schedule in _schedules(spec, nodes, 0).values()]
+    return max(map(sum, zip(*moved, strict=True)))
+
+
+def _schedules(
+    spec: CollectiveSpec, node_ids: Sequence[int], rank: int, chunking: ChunkPolicy = NETWORK
+) -> dict[int, Schedule]:
+    """The schedules of all ranks of one rank's node."""
+    mates = [mate for mate, node in enumerate(node_ids) if node == node_ids[rank]]
+    return {mate: spec.schedule(mate, len(node_ids), in_place=False, chunking=chunking) for mate in mates}
+
+
+def explain(
+    asked: CollectiveSpec, spec: CollectiveSpec, node_ids: Sequence[int], rank: int, chunking: ChunkPolicy, reason: str
+) -> str:
+    """In words: the algorithm and the reason, the chunks, and the bytes between nodes.
+
+    ``asked`` is the call as the program made it, ``spec`` is how the ranks make it, ``node_ids`` has the number of each
+    rank's node, and ``rank`` is the one whose chunks and whose node's bytes are meant. ``reason`` is why ``spec`` was
+    chosen; empty: by the rule of for_nodes().
+    """
+    schedules = _schedules(spec, node_ids, rank, chunking)
+    sent = sum(schedule.moved_nbytes(node_ids)[0] for schedule in schedules.values())
+    nodes = Counter(map(len, ranks_by_node(node_ids)))
+    shown = " and ".join(f"{_number(n, 'node')} of {_number(size, 'rank')}" for size, n in sorted(nodes.items()))
+    if isinstance(spec, HierarchicalSpec):
+        algorithm = f"two levels, with {spec.levels().algorithm} between nodes"
     else:
-        flat = Cost(pairs * (first + second) // size, 2)
-    if choose_inter(spec.count, n, min(map(len, nodes)), spec.dtype, spec.codec) == "one_shot":
-        return flat, Cost((n - 1) * first, 3)
-    return flat, Cost((n - 1) * (first + second) // n, 4)
+        algorithm = "two levels" if getattr(spec, "node_ids", ()) else f"one level, {schedules[rank].name}"
+    return (
+        f"{spec.text()}\n{shown}: {algorithm}, {reason or _reason(asked, node_ids)}.\n{_chunks(schedules[rank])} "
+        f"The node of rank {rank} sends {sent:,} bytes to other nodes in a call."
+    )
 
 
-def _of_parts(spec: ReduceScatterSpec | AllGatherSpec, nodes: Sequence[Sequence[int]]) -> tuple[Cost, Cost]:
-    size, codec = sum(map(len, nodes)), spec.codec.rounds[isinstance(spec, AllGatherSpec)]
-    nbytes = [codec.encoded_nbytes(count, spec.dtype) for count in spec.lengths(size)]
-    total, flat, levels = sum(nbytes), 0, 0
-    for node in nodes:
-        own = sum(nbytes[rank] for rank in node)
-        if isinstance(spec, AllGatherSpec):
-            flat, levels = max(flat, (size - len(node)) * own), max(levels, (len(nodes) - 1) * own)
-        else:
-            flat, levels = max(flat, len(node) * (total - own)), max(levels, total - own)
-    return Cost(flat, 1), Cost(levels, 2)
+def _number(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n > 1)}"
+
+
+def _reason(asked: CollectiveSpec, node_ids: Sequence[int]) -> str:
+    if isinstance(asked, HierarchicalSpec):
+        return "as the call says"
+    if len(set(node_ids)) == 1:
+        return "because there are no other nodes"
+    if len(set(node_ids)) == len(node_ids):
+        return "because no ranks share a node"
+    found = costs(asked, node_ids)
+    if found is None:
+        named = getattr(asked, "algorithm", "auto") != "auto"
+        return "as the call says" if named else "because this collective has no other"
+    flat, levels = (f"{_number(cost.hops, 'hop')} and {cost.nbytes:,} bytes from the busiest node" for cost in found)
+    return f"because one level has {flat}, two have {levels}, and a hop counts as {HOP_NBYTES:,} bytes"
+
+
+def _chunks(schedule: Schedule) -> str:
+    encoded = [len(op.src) for op in schedule.ops if isinstance(op, Encode)]
+    encoded += [len(op.own or op.out or ()) for op in schedule.ops if isinstance(op, Reduce) and op.wire is not None]
+    if not encoded:
+        return "Nothing is encoded."
+    sends = [send for op in schedule.ops if isinstance(op, Exchange) for send in op.sends]
+    largest = max((len(send.span) for send in sends), default=0)
+    return (
+        f"A chunk has at most {max(encoded):,} elements; rank {schedule.rank} sends {len(sends):,} messages of at most "
+        f"{largest:,} bytes."
+    )

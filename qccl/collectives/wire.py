@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import cached_property
 
 from qccl.codecs.base import Codec
 from qccl.collectives.partitions import Partition, Segment
@@ -16,25 +16,6 @@ __all__ = ["ALIGNMENT", "SEGMENT_ALIGNMENT", "Encoding", "Slots", "exchange"]
 ALIGNMENT = 64
 #: alignment in bytes of the codes of several segments in one slot: a vector register of a GPU
 SEGMENT_ALIGNMENT = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """A wire buffer as a ring of ``depth`` rows of ``width`` slots: chunk ``k`` uses row ``k % depth``."""
-
-    name: str
-    width: int
-    depth: int
-    slot_nbytes: int
-
-    def buffers(self) -> dict[str, Buffer]:
-        """The buffer that holds the ring, by name; none if there are no slots."""
-        return {self.name: Buffer(self.width * self.depth * self.slot_nbytes, None, Role.WORK)} if self.width else {}
-
-    def span(self, k: int, column: int, nbytes: int) -> Span:
-        """The first ``nbytes`` of a slot."""
-        start = ((k % self.depth) * self.width + column) * self.slot_nbytes
-        return Span(self.name, start, start + nbytes)
 
 
 class Encoding:
@@ -51,10 +32,6 @@ class Encoding:
         self.partition, self.codec, self.dtype, self.depth = partition, codec.rounds[sums], dtype, depth
         self._sizes: dict[int, int] = {}
         self._chunks: dict[tuple[int, int], list[tuple[Segment, int, int]]] = {}
-
-    def of_sums(self, codec: Codec) -> Encoding:
-        """The same chunks in the second round of ``codec``."""
-        return Encoding(self.partition, codec, self.dtype, self.depth, sums=True)
 
     @property
     def lag(self) -> int:
@@ -75,11 +52,11 @@ class Encoding:
         for segment, start, stop in self._codes(part, k):
             yield segment, [Span(slot.buffer, slot.start + start, slot.start + stop) for slot in slots]
 
-    def slots(self, name: str, width: int, least_depth: int = 1) -> Slots:
-        """A ring of slots, each large enough for any chunk, with no more rows than there are chunks."""
-        partition = self.partition
-        largest = max(self.nbytes(part, k) for part in range(partition.parts) for k in range(partition.chunks))
-        return Slots(name, width, min(max(self.depth, least_depth), partition.chunks), _aligned(largest, ALIGNMENT))
+    @cached_property
+    def slot_nbytes(self) -> int:
+        """The size of a slot that any chunk fits in."""
+        parts, chunks = range(self.partition.parts), range(self.partition.chunks)
+        return _aligned(max([self.nbytes(part, k) for part in parts for k in chunks]), ALIGNMENT)
 
     def _codes(self, part: int, k: int) -> list[tuple[Segment, int, int]]:
         """The segments of a chunk, each with the first byte and the end of its code."""
@@ -98,6 +75,38 @@ class Encoding:
         if found is None:
             found = self._sizes[count] = self.codec.encoded_nbytes(count, self.dtype)
         return found
+
+
+class Slots:
+    """A wire buffer as a ring of rows: chunk ``k`` uses row ``k % depth``, in which each peer has a slot.
+
+    There are no more rows than chunks.
+
+    Attributes:
+        parts: by peer, the part whose codes its slots hold.
+    """
+
+    def __init__(self, encoding: Encoding, name: str, parts: Mapping[int, int], least_depth: int = 1) -> None:
+        self.parts, self.encoding, self._name = parts, encoding, name
+        self._depth = min(max(encoding.depth, least_depth), encoding.partition.chunks)
+
+    def buffers(self) -> dict[str, Buffer]:
+        """The buffer that holds the ring, by name; none if there are no slots."""
+        nbytes = len(self.parts) * self._depth * self.encoding.slot_nbytes
+        return {self._name: Buffer(nbytes, None, Role.WORK)} if self.parts else {}
+
+    def wires(self, k: int, *, whole: bool = False) -> dict[int, Span]:
+        """The codes of chunk ``k``, by peer; ``whole``: the slots that hold them."""
+        nbytes = self.encoding.slot_nbytes
+        start, found = k % self._depth * len(self.parts) * nbytes, {}
+        for peer, part in self.parts.items():
+            found[peer] = Span(self._name, start, start + (nbytes if whole else self.encoding.nbytes(part, k)))
+            start += nbytes
+        return found
+
+    def wire(self, k: int) -> Span:
+        """The code of chunk ``k`` where a row has one slot."""
+        return self.wires(k).popitem()[1]
 
 
 def _aligned(nbytes: int, alignment: int) -> int:

@@ -1,1 +1,1 @@
-"""What a training step costs on a network: its computation, its calls as a timeline, and the choice of codecs."""
+"""The cost of calls: the measured times of a group's calls, and how gradients share calls."""

@@ -13,17 +13,17 @@ import hashlib
 import json
 import math
 import os
+import sys
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from qccl import codecs, dtypes
 from qccl.codecs import NoCodec
 from qccl.collectives import CollectiveSpec, spec_of_plan, ways
 from qccl.errors import ArgumentError
-from qccl.files import writing
-from qccl.scalars import positive
+from qccl.files import read_file, writing
 
 __all__ = ["MARGIN", "Choice", "Curve", "GroupProfile", "Kind", "Label", "Prediction", "choose", "kind_of"]
 
@@ -113,10 +113,6 @@ class Prediction:
         curve, byte = self._curves[label], self._byte[label[0]]
         return max(curve.seconds(count, byte), byte * curve.density * count if byte < math.inf else 0.0)
 
-    def of_more(self, label: Label) -> float:
-        """Seconds of one more element of a large call."""
-        return self._byte[label[0]] * self._curves[label].density
-
 
 @dataclass(frozen=True)
 class GroupProfile:
@@ -146,16 +142,11 @@ class GroupProfile:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> GroupProfile:
         """The profile in a file that save() wrote. Raises ArgumentError for another file, OSError."""
-        with open(path, "rb") as file:
-            text = file.read(_MOST_NBYTES + 1)
         try:
-            if len(text) > _MOST_NBYTES:
-                raise ValueError(f"it has more than {_MOST_NBYTES:,} bytes")
-            return GroupProfile.from_dict(json.loads(text))
-        except (KeyError, TypeError, ValueError, RecursionError, ArgumentError) as error:
+            return GroupProfile.from_dict(json.loads(read_file(path, _MOST_NBYTES)))
+        except (ValueError, RecursionError) as error:
             raise ArgumentError(
-                f"{os.fspath(path)!r} is no profile of a group ({type(error).__name__}: {error}); give a file that "
-                f"comm.profile().save() wrote"
+                f"{os.fspath(path)!r} is no profile of a group ({error}); give a file that comm.profile().save() wrote"
             ) from error
 
     def as_dict(self) -> dict[str, Any]:
@@ -169,19 +160,21 @@ class GroupProfile:
         return head | ({"hardware": self.hardware} if self.hardware else {}) | {"curves": curves}
 
     @staticmethod
-    def from_dict(given: Mapping[str, Any]) -> GroupProfile:
-        """The profile that as_dict() returned. Raises KeyError, TypeError, ValueError, ArgumentError."""
-        if given["qccl profile"] != _VERSION:
-            raise ValueError(f"its version is {given['qccl profile']!r}, and this is {_VERSION}")
-        nodes, transport, hardware = tuple(map(_natural, given["nodes"])), given["transport"], given.get("hardware", "")
-        times: dict[Kind, dict[Label, Curve]] = {}
-        if not all(isinstance(text, str) and text.isprintable() for text in (transport, hardware)):
-            raise TypeError(f"its transport is {transport!r} and its hardware {hardware!r}, but both must be texts")
-        for each in given["curves"]:
-            collective, dtype, codec, used, way, density, points = (each[key] for key in _KEYS)
-            kind = Kind(str(collective), dtypes.get(dtype).name, codecs.get(codec).spec())
-            times.setdefault(kind, {})[codecs.get(used).spec(), str(way)] = _curve(points, density)
-        return GroupProfile(nodes, transport, times, hardware)
+    def from_dict(given: Any) -> GroupProfile:
+        """The profile that as_dict() returned. Raises ValueError for anything else."""
+        import msgspec  # here: only who loads a profile needs it
+
+        found, times = msgspec.convert(given, _allowed()), dict[Kind, dict[Label, Curve]]()
+        if not (found.transport + found.hardware).isprintable():
+            raise ValueError(f"its transport is {found.transport!r} and its hardware {found.hardware!r}")
+        for each in found.curves:
+            collective, dtype, codec, used, way, density, points = msgspec.structs.astuple(each)
+            counts = [count for count, _ in points]
+            if counts != sorted(set(counts)):
+                raise ValueError(f"a curve needs points with ascending numbers of elements, not {counts}")
+            kind = Kind(collective, dtypes.get(dtype).name, codecs.get(codec).spec())
+            times.setdefault(kind, {})[codecs.get(used).spec(), way] = Curve(points, density)
+        return GroupProfile(found.nodes, found.transport, times, found.hardware)
 
     def digest(self) -> str:
         """A text that is equal for equal profiles."""
@@ -210,18 +203,18 @@ class GroupProfile:
         return f"{len(self.nodes)} ranks on the nodes {list(self.nodes)} over {self.transport}{hardware}"
 
 
-def _curve(points: Any, density: Any) -> Curve:
-    found = tuple((_natural(count), positive(seconds)) for count, seconds in points)
-    counts = [count for count, _ in found]
-    if not found or counts != sorted(set(counts)):
-        raise ValueError(f"a curve needs points with ascending numbers of elements, not {counts}")
-    return Curve(found, positive(density))
+def _allowed() -> Any:
+    """The type of as_dict(), for msgspec."""
+    from msgspec import Meta, defstruct
 
-
-def _natural(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r} is not an integer from 0 on, with 63 bits")
-    return value
+    natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+    types: list[Any] = [str, str, str, str, str, positive]
+    types += [Annotated[tuple[tuple[natural, positive], ...], Meta(min_length=1)]]
+    curve = defstruct("Curve", list(zip(_KEYS, types, strict=True)))
+    fields: list[Any] = [("version", Literal[_VERSION]), ("nodes", tuple[natural, ...]), ("transport", str)]
+    fields += [("curves", tuple[curve, ...]), ("hardware", str, "")]  # type: ignore[valid-type]
+    return defstruct("File", fields, rename={"version": "qccl profile"})
 
 
 @dataclass(frozen=True)

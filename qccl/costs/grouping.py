@@ -1,11 +1,14 @@
-"""How gradients are divided into calls: the rule of compress(), for parameters and for sizes alone."""
+"""How gradients are divided into calls, the rule of compress(), and the bytes that a call sends."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["FIRST_NBYTES", "GROUP_NBYTES", "grouped"]
+from qccl.codecs import Codec
+from qccl.dtypes import FLOAT32, DType
+
+__all__ = ["FIRST_NBYTES", "GROUP_NBYTES", "encoded_nbytes", "grouped", "sent_nbytes"]
 
 #: the most bytes of gradients that one call reduces, by default
 GROUP_NBYTES = 4 << 20
@@ -39,3 +42,13 @@ def grouped(gradients: Iterable[tuple[Hashable, int]], group_nbytes: int = GROUP
         part.members.append(position)
         part.nbytes += nbytes
     return [part.members for part in sorted(parts, key=lambda part: part.members[-1])]
+
+
+def encoded_nbytes(codec: Codec, count: int, dtype: DType = FLOAT32) -> float:
+    """The encoded bytes of ``count`` elements, the mean of both rounds."""
+    return sum(each.encoded_nbytes(count, dtype) for each in codec.rounds) / 2
+
+
+def sent_nbytes(encoded: float, ranks: int) -> float:
+    """Bytes that a rank sends in a two-round all-reduce of a vector that takes ``encoded`` bytes."""
+    return 2 * (ranks - 1) / ranks * encoded

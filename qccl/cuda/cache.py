@@ -21,9 +21,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from qccl.files import replacing
+from qccl.files import reading, replacing
 
 __all__ = ["compiled", "folder"]
+
+#: 64 MiB, of a file: the largest kernel has less than a tenth
+_MOST_NBYTES = 64 << 20
 
 
 def folder() -> Path | None:
@@ -86,9 +89,8 @@ def _checksum(digest: str, binary: bytes, name: str) -> str:
 
 def _read(place: int, digest: str) -> tuple[bytes, str] | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        descriptor = os.open(_name(digest), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
-        with os.fdopen(descriptor, "rb") as file:
-            if not _is_ours(descriptor):
+        with reading(_name(digest), _MOST_NBYTES, folder=place, follow=False) as file:
+            if not _is_ours(file.fileno()):
                 return None
             head, _, binary = file.read().partition(b"\n")
         header = json.loads(head)

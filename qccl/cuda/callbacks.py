@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+from qccl import threads
 from qccl.engine.callbacks import WithCallbacks
+from qccl.errors import EngineError
 
 __all__ = ["CallbackThread"]
 
@@ -29,8 +31,8 @@ class CallbackThread:
                 return
             self._thread = thread = threading.Thread(target=self._work, name=self._name, daemon=True)
         try:
-            thread.start()
-        except RuntimeError:  # the interpreter is ending
+            threads.start(thread)
+        except EngineError:  # the interpreter is ending
             self._work()
 
     def join(self, timeout: float) -> None:

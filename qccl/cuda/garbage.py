@@ -17,6 +17,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from qccl import threads
 from qccl.cuda.libraries import cuda_libraries
 
 __all__ = ["Garbage"]
@@ -58,7 +59,7 @@ def _start() -> None:
     with _starting:
         if _thread is None or not _thread.is_alive():
             _thread = threading.Thread(target=_work, name="garbage of qccl", daemon=True)
-            _thread.start()
+            threads.start(_thread)
 
 
 def _clear(*lists: list[Any]) -> None:

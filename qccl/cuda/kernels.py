@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from qccl.cuda import cache as cuda_cache
 from qccl.cuda import source as cuda_source
-from qccl.cuda.libraries import cuda_libraries
+from qccl.cuda.libraries import bounded, cuda_libraries
 
 __all__ = ["kernels"]
 
@@ -30,8 +31,12 @@ def kernels(device: int, names: Iterable[str], *more: str) -> dict[str, int]:
     new = [name for name in names if (device, name, more) not in _kernels]
     if len(new) > 1:  # the compiler lets go of the interpreter
         threads, setting = min(len(new), _COMPILERS, os.cpu_count() or 1), cuda_libraries().runtime.setDevice
-        with ThreadPoolExecutor(threads, initializer=setting, initargs=(device,)) as pool:
-            found = list(pool.map(lambda name: _compiled(name, more), new))
+
+        def compile_all() -> list[tuple[bytes, str]]:
+            with ThreadPoolExecutor(threads, initializer=setting, initargs=(device,)) as pool:
+                return list(pool.map(lambda name: _compiled(name, more), new))
+
+        found = bounded(device, TIMEOUT_MAX, "compiler", compile_all)  # the pool's threads start safely there
     else:
         found = [_compiled(name, more) for name in new]
     for name, (binary, mangled) in zip(new, found, strict=True):

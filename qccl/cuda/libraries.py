@@ -16,6 +16,7 @@ from functools import cache
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+from qccl import threads
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError
 
 __all__ = [
@@ -76,14 +77,14 @@ def missing() -> list[str]:
     try:
         import cupy
     except Exception as error:  # also what a half-installed CuPy raises
-        return [f"CuPy cannot be imported ({error}); install qccl[cuda12] or qccl[cuda13]"]
+        return [f"CuPy cannot be imported ({_reason(error)}); install qccl[cuda12] or qccl[cuda13]"]
     if int(cupy.__version__.split(".")[0]) < CUPY_VERSION:
         lacking.append(f"CuPy is {cupy.__version__}, and {CUPY_VERSION} or newer is needed")
     lacking += _missing_nvrtc() + _missing_nccl()
     try:
         import cuda.bindings.driver  # noqa: F401
     except ImportError as error:
-        lacking.append(f"cuda-python cannot be imported ({error}); install qccl[cuda12] or qccl[cuda13]")
+        lacking.append(f"cuda-python cannot be imported ({_reason(error)}); install qccl[cuda12] or qccl[cuda13]")
     try:
         if cupy.cuda.runtime.getDeviceCount() == 0:
             lacking.append("there is no CUDA device")
@@ -94,13 +95,23 @@ def missing() -> list[str]:
     return lacking
 
 
+def _reason(error: Exception) -> str:
+    """The line of an error that names the library's own error, or the first one: CuPy raises pages of advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip("= ")]
+    named = [line for line in lines if "Error" in line]
+    return (named[-1:] or lines[:1] or [type(error).__name__])[0]
+
+
 def _missing_nvrtc() -> list[str]:
     try:
         from cupy.cuda import nvrtc
 
         nvrtc.getVersion()
     except Exception as error:
-        return [f"CuPy cannot load NVRTC ({error}); install nvidia-cuda-nvrtc-cu12, or nvidia-cuda-nvrtc for CUDA 13"]
+        return [
+            f"CuPy cannot load NVRTC ({_reason(error)}); install nvidia-cuda-nvrtc-cu12, or nvidia-cuda-nvrtc for "
+            "CUDA 13"
+        ]
     return []
 
 
@@ -127,7 +138,7 @@ def _missing_nccl() -> list[str]:
 
         version = nccl.get_version() if nccl.available else 0
     except Exception as error:
-        return [f"CuPy cannot load NCCL ({error}); install nvidia-nccl-cu12 or nvidia-nccl-cu13"]
+        return [f"CuPy cannot load NCCL ({_reason(error)}); install nvidia-nccl-cu12 or nvidia-nccl-cu13"]
     if version == 0:
         return ["CuPy finds no NCCL; install nvidia-nccl-cu12 or nvidia-nccl-cu13"]
     if version < NCCL_VERSION:
@@ -146,7 +157,7 @@ def part_versions() -> dict[str, str]:
         import cupy
         from cupy.cuda import nccl, nvrtc, runtime
     except Exception as error:
-        return {"CuPy": f"none ({error})"}
+        return {"CuPy": f"none ({_reason(error)})"}
 
     return {
         "CuPy": cupy.__version__,
@@ -161,7 +172,7 @@ def _version(ask: Callable[[], str]) -> str:
     try:
         return ask()
     except Exception as error:
-        return f"none ({error})"
+        return f"none ({_reason(error)})"
 
 
 def _driver_version(version: int) -> str:
@@ -343,10 +354,11 @@ def bounded(device: int | None, timeout: float, what: str, fn: Callable[[], _T])
 
     thread = threading.Thread(target=run, name=f"qccl {what}", daemon=True)
     try:
-        thread.start()
-        thread.join(timeout)
-    except RuntimeError:
+        threads.start(thread)
+    except EngineError:
         run()
+    else:
+        thread.join(timeout)
     if not outcome:
         raise CollectiveTimeout(f"not every rank came to {what} within {timeout} s")
     result, error = outcome[0]

@@ -30,6 +30,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from qccl import threads
 from qccl.cuda.garbage import Garbage
 from qccl.cuda.libraries import (
     DEVICE_TO_HOST,
@@ -304,8 +305,8 @@ class NcclTransport(DeviceTransport):
         if self.host is not None:
             self.host.abort(reason)
         for comm in self._comms[1:]:  # all at once: a kernel of one may be queued behind a kernel of another
-            with contextlib.suppress(RuntimeError):  # the interpreter is ending
-                threading.Thread(target=_abort, args=(comm,), daemon=True).start()
+            with contextlib.suppress(EngineError):  # the interpreter is ending
+                threads.start(threading.Thread(target=_abort, args=(comm,), daemon=True))
         _abort(self.comm)
 
     def close(self) -> None:

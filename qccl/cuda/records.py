@@ -10,7 +10,7 @@ import time
 from collections import deque
 
 from qccl.cuda.deadline import Deadline
-from qccl.engine.records import CallRecord
+from qccl.engine.records import CallRecord, State
 
 __all__ = ["CallLog", "LoggedCall"]
 
@@ -34,7 +34,7 @@ class LoggedCall:
     def record(self) -> CallRecord:
         """What is known of it now."""
         begun = self._deadline.begun
-        state = "ended" if self._ended is not None else "queued" if begun is None else "under way"
+        state: State = "ended" if self._ended is not None else "queued" if begun is None else "under way"
         return CallRecord(self._sequence, self._call, self._text, state, begun, self._ended)
 
 

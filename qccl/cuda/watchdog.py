@@ -7,6 +7,7 @@ import time
 import weakref
 from typing import Protocol
 
+from qccl import threads
 from qccl.cuda.libraries import cuda_libraries
 
 __all__ = ["Watchdog", "Watched"]
@@ -53,7 +54,7 @@ class Watchdog:
             self._thread = threading.Thread(
                 target=_watch, args=(self._engine, self._device, self._wakeup), name=self._name, daemon=True
             )
-            self._thread.start()
+            threads.start(self._thread)
         if not self._wakeup.is_set():
             self.wake()
 
@@ -63,7 +64,7 @@ class Watchdog:
 
     def join(self, timeout: float) -> None:
         """Wait for the thread to end."""
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:  # an exception may have ended its start
             self._thread.join(timeout)
 
 

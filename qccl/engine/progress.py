@@ -16,6 +16,8 @@ import threading
 import time
 from typing import Protocol
 
+from qccl import threads
+
 __all__ = ["Driven", "ProgressThread"]
 
 #: pause between two checks for runs to drive
@@ -98,13 +100,13 @@ class ProgressThread:
     def join(self) -> None:
         """Let the thread end, and wait for it. Idempotent."""
         self.stop()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:  # an exception may have ended its start
             self._thread.join()
 
     def _notify(self) -> None:
         if self._thread is None and not self._ended:
             self._thread = threading.Thread(target=self._loop, name="qccl progress", daemon=True)
-            self._thread.start()
+            threads.start(self._thread)
             return
         with contextlib.suppress(RuntimeError):  # it was released already
             self._wakeup.release()

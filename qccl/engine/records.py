@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["STATES", "CallRecord", "TransferRecord"]
+__all__ = ["CallRecord", "State", "TransferRecord"]
 
 #: of a call; a queued one waits for other calls of its rank
-STATES = ("ended", "under way", "queued")
+State = Literal["ended", "under way", "queued"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class CallRecord:
         sequence: number in the group, barriers included.
         call: number that keys its random numbers.
         text: the call with its arguments, as the ranks compare it.
-        state: one of STATES.
+        state: one of State.
         begun, ended: in time.monotonic() seconds; None where it has not. The end is some milliseconds early at most.
         send_nbytes, receive_nbytes: bytes of encoded data that this rank sends and receives in all.
         sent_nbytes, received_nbytes: how many of these have completed.
@@ -49,7 +50,7 @@ class CallRecord:
     sequence: int
     call: int
     text: str
-    state: str
+    state: State
     begun: float | None
     ended: float | None = None
     send_nbytes: int = 0

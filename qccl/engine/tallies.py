@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from qccl import _host
 from qccl.intervals import IntervalMap
-from qccl.schedule import Decode, Encode, Exchange, Reduce, Role, Schedule, Span, Transfer
+from qccl.schedule import Decode, Encode, Exchange, Reduce, Role, Schedule, Span
 
 __all__ = ["CallStats", "Counted", "Tallies", "Traffic", "traffic"]
 
@@ -112,50 +112,26 @@ def traffic(schedule: Schedule) -> Traffic:
     """What the schedule's rank sends. A message may have several codes, and codes that another rank has made."""
     codes: dict[str, IntervalMap[_Code]] = {name: IntervalMap() for name in schedule.buffers}
 
-    def put(span: Span, elements: int) -> None:
-        if len(span):
+    def put(span: Span, values: Span | None) -> None:
+        if span.start < span.stop:
+            elements = 0 if values is None else values.stop - values.start
             codes[span.buffer].put(_Code(span.start, span.stop, elements))
 
-    def elements_of(transfer: Transfer) -> int:
-        span = transfer.span
-        if schedule.buffers[span.buffer].dtype is not None:
-            return len(span)
-        return sum(code.elements for code in codes[span.buffer].covered(span.start, span.stop))
-
     for op in reversed(schedule.ops):  # codes that were received; the first use of a slot counts
-        for span, elements in _read_codes(op):
-            put(span, elements)
-    elements = sent = 0
+        if isinstance(op, Decode):
+            put(op.wire, op.dst)
+        elif isinstance(op, Reduce):
+            for src in op.srcs:
+                put(src, op.out if op.own is None else op.own)
+    elements = 0
     for op in schedule.ops:
-        for span, made in _made_codes(op):
-            put(span, made)
-        if isinstance(op, Exchange):
-            for transfer in op.sends:
-                if transfer.peer != schedule.rank:
-                    elements += elements_of(transfer)
-                    sent += len(transfer.span) * schedule.buffers[transfer.span.buffer].itemsize
+        if isinstance(op, Encode):
+            put(op.wire, op.src)
+        elif isinstance(op, Reduce) and op.wire is not None:
+            put(op.wire, op.out if op.own is None else op.own)
+        elif isinstance(op, Exchange):
+            for span in [transfer.span for transfer in op.sends if transfer.peer != schedule.rank]:
+                elements += sum([code.elements for code in codes[span.buffer].covered(span.start, span.stop)])
     kinds = (each.dtype for each in schedule.buffers.values() if each.role in (Role.INPUT, Role.OUTPUT))
     itemsize = next((dtype.itemsize for dtype in kinds if dtype is not None), 0)
-    return Traffic(elements * itemsize, sent)
-
-
-def _read_codes(op: object) -> Iterator[tuple[Span, int]]:
-    match op:
-        case Decode():
-            yield op.wire, len(op.dst)
-        case Reduce():
-            for src in op.srcs:
-                yield src, _length(op)
-
-
-def _made_codes(op: object) -> Iterator[tuple[Span, int]]:
-    match op:
-        case Encode():
-            yield op.wire, len(op.src)
-        case Reduce() if op.wire is not None:
-            yield op.wire, _length(op)
-
-
-def _length(op: Reduce) -> int:
-    values = op.own if op.own is not None else op.out
-    return 0 if values is None else len(values)
+    return Traffic(elements * itemsize, schedule.sent_nbytes())

@@ -44,7 +44,7 @@ from qccl.guard import release_all
 from qccl.host.execution import Execution
 from qccl.host.program import Program
 from qccl.host.records import records
-from qccl.host.shutdown import Shutdown
+from qccl.host.shutdown import Shutdown, leave
 from qccl.lifetime import Registry, Stage, keep, unhandled
 from qccl.schedule import Schedule
 from qccl.transports.base import Transport
@@ -105,7 +105,7 @@ class HostEngine:
         self._shutdown = Shutdown(self._loop)
         self._left = self._shutdown.left
         self._barrier: Program | None = None
-        transport.progress_hook = self.step
+        transport.progress_hook, transport.engine = self.step, self
         _live.add(self)
 
     def compile(self, schedule: Schedule, counted: Counted | None = None) -> Program:
@@ -207,7 +207,8 @@ class HostEngine:
         """Nothing: the host runs no collectives of a library."""
 
     def check(self, timeout: float, stream: int | None = None) -> None:
-        """Raise the failure of the group, if it has failed."""
+        """Raise the failure of the group, if it has failed, here or by a control message that has come."""
+        self.step()
         if self._failure is not None:
             raise self._failure
 
@@ -263,6 +264,11 @@ class HostEngine:
         release_all(self._lock)
         self._loop.want(-self._loop.wanted)
 
+    def give_up(self, made: Transport, error: BaseException) -> None:
+        """Leave a group that an exception keeps from the program, and that this one's split() or regroup() has made."""
+        if made.engine is not self:
+            leave(made, error)
+
     def close(self, timeout: float = 60.0) -> None:
         """Collective: leave when all other ranks do, at the latest after ``timeout`` seconds. Idempotent."""
         if self._closed:
@@ -276,8 +282,12 @@ class HostEngine:
                 text = f"rank {self.rank} has closed its communicator"
                 if not self._shutdown.close(text, timeout, self._on_control):
                     keep(self)  # the others are busy elsewhere, which is no failure
-            except QcclError as error:  # another rank has failed; this one needs no more messages
+            except BaseException as error:  # of another rank, or of the program; nobody waits for this rank any more
+                self._shutdown.tell(Kind.ABORT, failure_text(self.rank, error))
+                self._shutdown.flush()
                 self._transport.abort(str(error))
+                if not isinstance(error, QcclError):
+                    raise
         _live.discard(self)
 
     def step(self) -> None:
@@ -441,7 +451,7 @@ class HostEngine:
             headers,
             execution.sequence,
             execution.call,
-            request.lr,
+            request.lr or None,  # a call with lr=0 has no residuals
             execution.timeout,
             request.trace is not None,
             waits,
@@ -482,10 +492,7 @@ class HostEngine:
         if self._failure is None:
             self._remove_ended()
         kind = Kind.MISMATCH if isinstance(error, MismatchError) else Kind.ABORT
-        if isinstance(error, PeerLost | MismatchError | CollectiveTimeout):  # their texts name the rank
-            self._fail(error, kind, str(error))
-        else:
-            self._fail(gave_up(self.rank, error), kind, failure_text(self.rank, error))
+        self._fail(gave_up(self.rank, error), kind, failure_text(self.rank, error))
 
     def _fail(self, error: QcclError, kind: Kind, text: str) -> None:
         """End the group. Called again if an exception has ended it before; it then repeats what is harmless."""

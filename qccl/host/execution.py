@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Protocol
 
 from qccl.engine.base import Bound, Numbers, Request
 from qccl.engine.callbacks import WithCallbacks
 from qccl.engine.control import Header, Kind, data_nbytes_of, mismatch_error
-from qccl.errors import MismatchError, QcclError
+from qccl.errors import MismatchError, QcclError, ranks_text
 from qccl.host.program import Program
 from qccl.trace import TraceEvent
 
@@ -105,10 +104,10 @@ class Execution(WithCallbacks):
         if not self.begun:
             return "it is queued behind calls that have not ended"
         if missing := self.missing_ranks():
-            return f"{_ranks(missing)} did not make this call"
+            return f"{ranks_text(missing)} did not make this call"
         run = self.program.run
         waits = [(run.waits_for(True), "send to"), (run.waits_for(False), "receive from")]
-        if parts := [f"{verb} {_ranks(ranks)}" for ranks, verb in waits if ranks]:
+        if parts := [f"{verb} {ranks_text(ranks)}" for ranks, verb in waits if ranks]:
             return f"waiting to {' and to '.join(parts)}"
         return "every rank has made this call, and this rank has not ended its own part"
 
@@ -139,7 +138,3 @@ class Execution(WithCallbacks):
         for i, start, stop in self.program.run.trace():
             queue, name, args = self.program.labels[i]
             trace.append(TraceEvent(self.program.rank, queue, name, start, stop, {**args, "call": self.sequence}))
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

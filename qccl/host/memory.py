@@ -92,11 +92,11 @@ class HostMemory:
 
     def recheck(self, checked: Iterable[tuple[int | None, Values]], arrays: Sequence[Any], *, hold: bool) -> list[Any]:
         """Ask the kernel about pointers, and look at the tensors' negation and storage."""
-        owners = []
+        owners, may_access = [], _host.may_access
         for number, values in checked:
             if number is None:
-                nbytes = values.count * values.dtype.itemsize
-                if nbytes and not _host.may_access(values.address, nbytes, values.writable):
+                count = values.count
+                if count and not may_access(values.address, count * values.dtype.itemsize, values.writable):
                     self._refuse(values)
             else:
                 tensor = arrays[number]

@@ -76,7 +76,7 @@ class Program:
         self._direct: list[tuple[int, str, int]] = []  # sends from the caller's memory: step, buffer and offset
         for task, needed in zip(every, needs, strict=True):
             if task.transfer is None:
-                writes_output = any(schedule.buffers[span.buffer].role is Role.OUTPUT for span in task.writes())
+                writes_output = any([schedule.buffers[span.buffer].role is Role.OUTPUT for span in task.writes()])
                 self.steps.add_operation(self._operation(task, schedule), needed, writes_output)
             else:
                 self._add_transfer(task, task.transfer, needed, schedule)

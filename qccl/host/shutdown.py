@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 
 from qccl import _host
-from qccl.engine.control import Header, Kind, data_nbytes
-from qccl.errors import MismatchError, QcclError
+from qccl.engine.control import CALL, Header, Kind, data_nbytes
+from qccl.errors import MismatchError, QcclError, failure_text
+from qccl.transports.base import Transport
 
-__all__ = ["Shutdown"]
+__all__ = ["Shutdown", "leave"]
 
 #: how long a failing rank tries to send its last control message
 _FLUSH_SECONDS = 0.1
@@ -34,8 +35,9 @@ class Shutdown:
     def tell(self, kind: Kind, text: str) -> None:
         """Begin to send this rank's last control message to all others, unless that was done before."""
         if not self._is_told:
-            with contextlib.suppress(QcclError):
-                self._send(kind, text)
+            message = _packed(kind, text)
+            with contextlib.suppress(QcclError):  # of the wire; a signal handler's come after it has the message
+                self._loop.broadcast_control(message)
             self._is_told = True
 
     def flush(self) -> None:
@@ -57,16 +59,13 @@ class Shutdown:
     def close(self, text: str, timeout: float, on_control: Callable[[int, bytes], None]) -> bool:
         """Collective: leave when all other ranks do. False if some have not after ``timeout`` seconds."""
         deadline, idle = time.monotonic() + timeout, 0
-        self._send(Kind.CLOSE, text)
+        self._loop.broadcast_control(_packed(Kind.CLOSE, text))
         while self._loop.control_sends or self._are_missing():
             idle += 1
             self._loop.drain(idle, on_control)
             if time.monotonic() > deadline:
                 return False
         return True
-
-    def _send(self, kind: Kind, text: str) -> None:
-        self._loop.broadcast_control(Header(kind, 0, text).pack() + data_nbytes(0))
 
     def _are_missing(self, refused: int = 0) -> bool:
         """Whether last control messages of other ranks are missing, beside those of ``refused`` ranks."""
@@ -76,3 +75,22 @@ class Shutdown:
         header = Header.unpack(message, peer)
         if header.kind is not Kind.CALL:
             self.left[peer] = header.text
+
+
+def leave(transport: Transport, error: BaseException) -> None:
+    """Tell the others of a group that an exception keeps from the program, and that may not be connected to all."""
+    text = failure_text(transport.rank, error)
+    if transport.engine is not None:
+        transport.engine.abort(text)
+        return
+    wire = transport.wire or _host.PythonWire(transport)
+    with contextlib.suppress(QcclError, ValueError, IndexError):  # a rank is not connected
+        shutdown = Shutdown(_host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL))
+        shutdown.tell(Kind.ABORT, text)
+        shutdown.flush()
+    transport.abort(text)
+
+
+def _packed(kind: Kind, text: str) -> bytes:
+    """A control message."""
+    return Header(kind, 0, text).pack() + data_nbytes(0)

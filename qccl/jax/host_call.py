@@ -114,6 +114,8 @@ def call_on_host(function: HostFunction, xs: Sequence[Any]) -> list[Any]:
     None of ``xs`` may be empty. An error of the function becomes an error of the program, with its text.
     """
     _check_place()
+    for x in xs:
+        _check_devices(_devices_of(x))
     at_exit(Stage.CALLS, _finish_calls)
     # all arrays together: a transformation of JAX that moves a part of a program then moves enter, FFI call and leave
     xs = jax.lax.optimization_barrier(list(xs))
@@ -138,19 +140,28 @@ _on_one_device.def_impl(lambda ticket: ticket)
 
 
 def _lower_on_one_device(context: Any, ticket: Any) -> list[Any]:
-    """Raise ArgumentError for several devices: on each, XLA would run its part of the program, and make a call."""
     attributes = context.module_context.module.operation.attributes
-    devices = math.prod(int(attributes[f"mhlo.num_{kind}"]) for kind in ("partitions", "replicas"))
+    _check_devices(math.prod(int(attributes[f"mhlo.num_{kind}"]) for kind in ("partitions", "replicas")))
+    return [ticket]
+
+
+mlir.register_lowering(_on_one_device, _lower_on_one_device)
+
+
+def _devices_of(x: Any) -> int:
+    """The devices of a traced array whose type says that it is split; 1 otherwise, as with a mesh's Auto axes."""
+    sharding = jax.typeof(x).sharding
+    return sharding.mesh.size if any(axis is not None for axis in sharding.spec) else 1
+
+
+def _check_devices(devices: int) -> None:
+    """Raise ArgumentError for several devices: on each, XLA would run its part of the program, and make a call."""
     if devices > 1:
         raise ArgumentError(
             f"this program is compiled for {devices} devices, each of which would call qccl; give it arrays on one "
             f"device, or call allreduce() outside of compiled functions, which also takes arrays that are whole on "
             f"each of several devices"
         )
-    return [ticket]
-
-
-mlir.register_lowering(_on_one_device, _lower_on_one_device)
 
 
 def _finish_calls() -> None:

@@ -19,8 +19,13 @@ __all__ = ["Reduction", "check_type"]
 _ENCODED = {dtype.name for dtype in DTYPES}
 
 
-def check_type(what: str, dtype: Any, op: str) -> None:
+def check_type(what: str, dtype: Any, op: str, codec: Codec) -> None:
     """Raise ArgumentError unless arrays of this type can be reduced: encoded, or exactly (see Reduction.run())."""
+    if dtype.name == "float64" and "momentum" in codec.state_names:
+        raise ArgumentError(
+            f"{what} has element type float64, and +nesterov keeps momenta of {', '.join(sorted(_ENCODED))}; leave "
+            f"+nesterov out and use the optimiser's momentum, or reduce the arrays of float64 by a call of their own"
+        )
     is_integer = getattr(dtype, "kind", "") in ("i", "u")  # JAX's types of random keys have no kind
     if dtype.name in _ENCODED or dtype.name == "float64" or (is_integer and op == "sum"):
         return

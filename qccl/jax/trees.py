@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -14,11 +14,13 @@ import numpy as np
 
 from qccl import codecs
 from qccl.arguments import CodecLike, one_of
+from qccl.codecs import Codec
 from qccl.communicator import Communicator
 from qccl.errors import ArgumentError
 from qccl.jax.host_call import call_on_host
 from qccl.jax.reduction import Reduction, check_type
 from qccl.launch import init
+from qccl.owners import Owner
 from qccl.state import check_key
 
 __all__ = ["allreduce", "default_communicator", "reduce_gradients"]
@@ -84,23 +86,40 @@ def allreduce(
             the error's name and text, which JAX raises when the program waits for a result; JAX may then raise it again
             for every later call of this thread.
     """
+    options: dict[str, Any] = {"algorithm": algorithm, "nonfinite": nonfinite, "lr": lr, "timeout": timeout}
+    return _allreduce(tree, codec, key, op=op, comm=comm, **options)
+
+
+def _allreduce(
+    tree: Any,
+    codec: CodecLike,
+    key: str | Owner | None,
+    *,
+    op: str = "avg",
+    comm: Communicator | None = None,
+    algorithm: str = "auto",
+    nonfinite: str = "propagate",
+    lr: float | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """allreduce(), also for an owner of keys."""
     one_of(op, ("avg", "sum"), "op")
     chosen = codecs.get(codec)
-    if chosen.state_names:
+    if chosen.state_names and not isinstance(key, Owner):
         check_key(chosen, key)
     if isinstance(lr, jax.core.Tracer):
         raise ArgumentError("lr is a traced value; pass a number, or call allreduce() outside the compiled function")
     found, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path) for path, _ in found]
     leaves = [
-        _as_array(leaf, f"leaf {name}" if name else "the array", op)
+        _as_array(leaf, f"leaf {name}" if name else "the array", op, chosen)
         for name, (_, leaf) in zip(names, found, strict=True)
     ]
     sent = [i for i, leaf in enumerate(leaves) if leaf.size]
     if sent:
         options = {"algorithm": algorithm, "nonfinite": nonfinite, "lr": lr, "timeout": timeout}
-        keys = tuple(f"{key}{names[i]}" for i in sent) if chosen.state_names else None
-        reduction = Reduction(_on_host(comm), chosen, op, keys, options)
+        keys = [key.key(names[i]) if isinstance(key, Owner) else f"{key}{names[i]}" for i in sent]
+        reduction = Reduction(_on_host(comm), chosen, op, tuple(keys) if chosen.state_names else None, options)
         for i, reduced in zip(sent, _differentiable(reduction)([leaves[i] for i in sent]), strict=True):
             leaves[i] = reduced
     return jax.tree_util.tree_unflatten(structure, leaves)
@@ -113,19 +132,54 @@ class _Transformation(NamedTuple):
     update: Callable[..., tuple[Any, Any]]
 
 
-def reduce_gradients(codec: CodecLike = "minmax8", *, key: str = "gradients", **options: Any) -> _Transformation:
+class _Gradients:
+    """The gradients of one model, which one transformation reduces: the owner of their state."""
+
+    def __init__(self, codec: CodecLike, key: str | None, options: Mapping[str, Any]) -> None:
+        self._codec, self._key, self._options = codec, key, options
+        self._owner: Owner | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of the first gradients that were accepted
+
+    def update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """The function that optax calls, also when it traces a program."""
+        found, _ = jax.tree_util.tree_flatten_with_path(updates)
+        shapes = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in found}
+        key = self._own(shapes) if codecs.get(self._codec).state_names else None
+        reduced = _allreduce(updates, self._codec, key, **self._options)
+        self._shapes = shapes
+        return reduced, state
+
+    def _own(self, shapes: Mapping[str, tuple[int, ...]]) -> Owner:
+        """The owner of the state. Raises ArgumentError for the gradients of another model."""
+        if self._owner is None:
+            owners = _on_host(self._options.get("comm"))._session.state.owners
+            self._owner = owners.add("reduce_gradients()", "gradients", self._key, separators="[.")
+        if self._shapes and shapes != self._shapes:
+            names = [*shapes, *self._shapes]
+            leaf = next(name for name in names if shapes.get(name) != self._shapes.get(name))
+            raise ArgumentError(
+                f"this reduce_gradients() has the residuals of one model, and now gets the gradients of another one: "
+                f"the shape of the leaf {leaf!r} was {self._shapes.get(leaf, 'not there')}, and is "
+                f"{shapes.get(leaf, 'not there')}; make a reduce_gradients() for each model, or call "
+                f"qccl.jax.allreduce(gradients, codec, key=...) if leaves of one model come and go"
+            )
+        return self._owner
+
+
+def reduce_gradients(codec: CodecLike = "minmax8", *, key: str | None = None, **options: Any) -> _Transformation:
     """allreduce() as a gradient transformation of optax, the first of a chain; it does not need optax.
 
         optimizer = optax.chain(qccl.jax.reduce_gradients("minmax8"), optax.adam(1e-3))
 
     ``options`` are the other keywords of allreduce(). ``init(parameters)`` returns the state (), and
     ``update(gradients, state, parameters)`` the reduced gradients and the state.
+
+    With "+ef" or "+nesterov" make one transformation for each model, because it has the residuals of one: gradients of
+    other names or shapes raise ArgumentError. ``key`` begins the names of its state in the communicator, and no other
+    object there may have it. None: "gradients" for the first transformation with state that is used, "gradients#2" for
+    the second one, and so on. A saved state of the communicator then fits a program that uses them in the same order.
     """
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return allreduce(updates, codec, key=key, **options), state
-
-    return _Transformation(lambda params: (), update)
+    return _Transformation(lambda params: (), _Gradients(codec, key, options).update)
 
 
 def _on_host(comm: Communicator | None) -> Communicator:
@@ -139,13 +193,13 @@ def _on_host(comm: Communicator | None) -> Communicator:
     return comm
 
 
-def _as_array(leaf: Any, what: str, op: str) -> Any:
+def _as_array(leaf: Any, what: str, op: str, codec: Codec) -> Any:
     """The leaf, named ``what`` in errors, as a JAX array that is whole on each of its devices, or as a tracer."""
     try:
         array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     except TypeError as error:
         raise ArgumentError(f"{what} is of type {type(leaf).__name__}, not an array for JAX ({error})") from error
-    check_type(what, array.dtype, op)
+    check_type(what, array.dtype, op, codec)
     if isinstance(array, jax.core.Tracer):
         return array
     if not (array.is_fully_addressable and array.is_fully_replicated):

@@ -3,8 +3,7 @@
 DDP collects gradients in buckets, and calls the hook with each as soon as its gradients are complete. Which parameters
 share a bucket changes after the first step, and again after a resume. Results must not depend on that, so the handle
 has groups of parameters of its own (qccl.torch.groups), and reduces each by one call as soon as the buckets have
-brought all its gradients. The calls work in place in DDP's buckets. Groups change only where all ranks choose codecs
-(qccl.torch.auto), between two steps.
+brought all its gradients. The calls work in place in DDP's buckets.
 
 The groups start in their own order, whatever order they become complete in: so every rank makes the same calls in the
 same order, and a call's number, which random codecs depend on, follows from the step and the group.
@@ -18,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -31,15 +31,13 @@ import torch.distributed as dist
 from qccl.codecs import NoCodec
 from qccl.communicator import Communicator
 from qccl.errors import ArgumentError, MismatchError, QcclError
-from qccl.torch.auto import AutoCodec
-from qccl.torch.backward import BackwardPass, Bucket, ExactWork, gradients_of
-from qccl.torch.clock import PassTimes
-from qccl.torch.decision import CHOICE, without_choice
+from qccl.state import lr_of
+from qccl.torch.backward import BackwardPass, Bucket, ExactWork, PassTimes, gradients_of
 from qccl.torch.figures import Figures, residual_norms
 from qccl.torch.groups import ParameterGroup, table
 from qccl.torch.low_rank import LowRank
 from qccl.torch.scaling import LossScaling
-from qccl.torch.state import FullState, forget, from_saved, to_full, to_saved
+from qccl.torch.state import FullState, IncompatibleKeys, from_saved, to_full, to_saved, what_fits, without_choice
 
 if TYPE_CHECKING:
     from qccl.trace import TraceEvent
@@ -55,7 +53,8 @@ class Compression:
 
     Attributes:
         lr: the learning rate of the step, for codecs with state if it changes from step to step (see
-            :doc:`/guide/state`); set it before each backward(), or never (None).
+            :doc:`/guide/state`); set it before each backward(), or never (None). A step with 0, as at the begin of a
+            warm-up, leaves the residuals as they are.
         step: backward passes so far that reduced gradients.
         trace: the list of events, or None.
     """
@@ -64,22 +63,23 @@ class Compression:
         self,
         process_group: Any,
         groups: Sequence[ParameterGroup],
+        frozen: Mapping[str, Any],
         comm: Communicator,
         is_own: bool,
         warmup_steps: int,
         timeout: float | None,
         trace: list[TraceEvent] | None,
-        auto: AutoCodec | None,
     ) -> None:
         self.lr: float | None = None
         self.step = 0
         self.trace = trace
         self._scaled: LossScaling | None = None
         self._process_group, self._comm, self._is_own = process_group, comm, is_own
-        self._warmup_steps, self._timeout, self._auto = warmup_steps, timeout, auto
+        self._frozen = frozen  # by name: the parameters that DDP does not reduce
+        self._warmup_steps, self._timeout = warmup_steps, timeout
         self._times: PassTimes | None = None  # of the last pass
         self._was_exact = False  # the last pass has sent all values as they are
-        self._last_lr: float | None = None  # the learning rate of the last pass, which its residuals are stored times
+        self._last_lr: float | None = None  # of the last pass whose rate was not 0; residuals are stored times it
         self._adopt(groups)
         self._low_rank = {i: LowRank(group, comm, timeout, trace) for i, group in enumerate(groups) if group.rank}
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
@@ -114,11 +114,9 @@ class Compression:
     def table(self) -> str:
         """A line for each group: codec, element type, elements, bytes before and after encoding, and parameters.
 
-        Among n ranks each sends 2 (n-1)/n times the encoded bytes, or a little more for small groups. With codec="auto"
-        it says how far the measurements are, and after them has a line for each parameter, with the relative error of
-        its codec and when its gradient is ready, and below it what was measured and predicted.
+        Among n ranks each sends 2 (n-1)/n times the encoded bytes, or a little more for small groups.
         """
-        return table(self._groups) if self._auto is None else self._auto.table(self._groups, self.step)
+        return table(self._groups)
 
     def statistics(self, *, residuals: bool = False) -> dict[str, float]:
         """The figures of the last step on this rank by name, for TensorBoard or W&B. Call it between two steps.
@@ -128,16 +126,12 @@ class Compression:
         - ``qccl/calls``: the number of calls; PyTorch's process group makes one for each parameter that it reduces.
         - ``qccl/seconds``: the time in which calls were under way, and ``qccl/seconds_hidden``, the part of it before
           the last gradients were ready, beside the backward pass. On the host.
-        - ``qccl/NAME/relative_error``: with codec="auto", what one encoding lost of the parameter's gradient when the
-          codecs were chosen, relative to its L2 norm.
         - ``qccl/NAME/residual_norm``: only with ``residuals``: the L2 norm of what the next step owes, for codecs with
           ``+ef``. It copies all residuals, so ask for it every hundred steps or so.
 
         Empty before the first step. Bytes that PyTorch's process group sends itself are those of a ring.
         """
         found = self._figures.of_step(self._times, is_exact=self._was_exact)
-        if found and self._auto is not None and self._auto.decision is not None:
-            found |= self._auto.decision.errors()
         return found | residual_norms(self.state_dict(), self._last_lr) if found and residuals else found
 
     def close(self) -> None:
@@ -175,7 +169,7 @@ class Compression:
         are counters, on which warm-up and random codecs depend.
         """
         self._check_between_steps("state_dict()")
-        return self._with_choice(to_saved(self._comm, self._groups, self.step))
+        return to_saved(self._comm, self._groups, self.step)
 
     @property
     def full(self) -> FullState:
@@ -194,12 +188,11 @@ class Compression:
         def add_ranks(values: torch.Tensor) -> None:
             dist.all_reduce(values, group=self._process_group)
 
-        return self._with_choice(to_full(self._comm, self._groups, self.step, add_ranks))
+        return to_full(self._comm, self._groups, self.step, add_ranks)
 
-    def _with_choice(self, state: dict[str, Any]) -> dict[str, Any]:
-        return state if self._auto is None else state | {CHOICE: self._auto.text()}
-
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], strict: bool = True
+    ) -> IncompatibleKeys:
         """Restore a state; every rank must call it.
 
         - ``state_dict()`` of the rank of this number in a group of this size: training goes on with the same bits.
@@ -207,26 +200,27 @@ class Compression:
           residuals have not delivered yet is delivered by this group, in the mean over the ranks; momenta become their
           mean. On one rank nothing is encoded, and residuals are dropped.
 
-        With codec="auto" the codecs are those of the state; if it was saved before they were chosen, the measurements
-        begin anew.
+        With ``strict=False`` a full_state_dict() may be of other parameters or codecs, for example because parameters
+        were frozen, unfrozen or replaced in the course of a training: those whose name, shape, strides, element type
+        and codec are the same get their state, and others begin with zeros.
+
+        Returns ``missing_keys`` and ``unexpected_keys``, as torch.nn.Module.load_state_dict() does: the names of the
+        parameters without a state that fits, and of the states that do not fit. Both are empty unless ``strict`` is
+        false.
 
         Raises ArgumentError for a state of other parameters or codecs, or without residuals after the first step, and
         then changes nothing.
         """
         self._settle()
-        text, state = without_choice(state)
-        if self._auto is None:
-            self.step = from_saved(self._comm, self._groups, state)
-            self._adopt(self._groups)
-        else:
-            decision, groups = self._auto.groups_of(text)
-            self.step = from_saved(self._comm, groups, state)
-            # from_saved() leaves other keys alone, and a later choice may use those of the old groups again
-            keys = {group.key for group in groups}
-            forget(self._comm, [group for group in self._groups if group.key not in keys])
-            self._auto.adopt(decision, self.step)
-            self._adopt(groups)
+        state, hint = without_choice(state)
+        incompatible = IncompatibleKeys([], [])
+        if not strict:
+            state, incompatible = what_fits(self._groups, state)
+        hint += ", or load what fits of a full_state_dict() by load_state_dict(state, strict=False)"
+        self.step = from_saved(self._comm, self._groups, state, hint)
+        self._adopt(self._groups)
         self._times = None
+        return incompatible
 
     def _check_between_steps(self, what: str) -> None:
         if self._failure is not None:
@@ -265,12 +259,9 @@ class Compression:
     def _check_alike(self, codec: str) -> None:
         """Collective: raise MismatchError on all ranks unless they reduce the same parameters in the same way.
 
-        ``codec``: in words, what the program asks for without codec="auto".
+        ``codec``: in words, what the program asks for.
         """
-        lines = [
-            f"warmup_steps={self._warmup_steps}",
-            *([codec] if self._auto is None else self._auto.description()),
-        ]
+        lines = [f"warmup_steps={self._warmup_steps}", codec]
         lines += [f"{group.codec_spec} for {', '.join(group.names)} ({group.dtype})" for group in self._groups]
         ranks = [item.decode().split("\n") for item in self._comm.allgather("\n".join(lines).encode())]
         for rank, other in enumerate(ranks):
@@ -302,35 +293,40 @@ class Compression:
             self._pass.check_complete()
             ended, self._pass = self._pass, BackwardPass(self._groups)
             self._end_factors(ended)
-            self._times, self._was_exact, self._last_lr = ended.times, self._is_exact, self.lr
+            self._times, self._was_exact = ended.times, self._is_exact
+            self._last_lr = self._last_lr if ended.rate == 0 else ended.rate
             self.step += 1
         return arrived.future()
 
     def _begin_pass(self) -> None:
         """The first bucket of a pass has arrived, and all calls of the pass before it have ended."""
-        auto = self._auto
-        if auto is not None and auto.decision is None:
-            if self._times is not None and auto.is_measured(self.step - 1):
-                auto.add(self._times, time.perf_counter())
-            if self.step >= auto.until:
-                auto.decide(self._comm, self._timeout)
-                forget(self._comm, self._groups)  # zeros of patterns, from a state saved before a choice
-                self._adopt(auto.groups())
-        self._pass.lr = self.lr if self._scaled is None else self._scaled.begin(self.lr)
+        self._warn_of_unfrozen()
+        lr = None if self.lr is None else lr_of(self.lr)  # a schedule may give an array
+        self._pass.rate = lr
+        self._pass.lr = lr if self._scaled is None else self._scaled.begin(lr)
+
+    def _warn_of_unfrozen(self) -> None:
+        found = [name for name, p in self._frozen.items() if p.requires_grad]
+        if not found:
+            return
+        self._frozen = {name: p for name, p in self._frozen.items() if not p.requires_grad}  # warn once of each
+        warnings.warn(
+            f"{', '.join(found)} needed no gradients when the model was wrapped in DDP, so DDP does not average their "
+            f"gradients, and the ranks' parameters drift apart; save full_state_dict(), close() this handle, wrap the "
+            f"model in DDP again, call compress() on it, and load_state_dict(saved, strict=False)",
+            stacklevel=2,
+        )
 
     @property
     def _is_exact(self) -> bool:
         """Whether this step sends all values as they are."""
-        measures = self._auto is not None and self._auto.decision is None
-        return measures or self.step < self._warmup_steps
+        return self.step < self._warmup_steps
 
     def _start(self, number: int) -> None:
         """Start the reduction of a group. The buckets that wait for it get their futures when it ends."""
         begun = self._pass
         group, gradients = self._groups[number], begun.gradients[number]
-        if self._auto is not None and self._auto.is_measured(self.step):
-            self._auto.sample(group.names, gradients)
-        begun.times.start(number)
+        begun.times.started[number] = time.perf_counter()
         if group.rank and not self._is_exact:
             if self._scaled is not None:
                 self._scaled.keep(self._comm, group.key)
@@ -384,7 +380,7 @@ class Compression:
     def _ended(self, begun: BackwardPass, number: int, error: Exception | None) -> None:
         """A group's call has ended on the host, or is ordered before the current stream."""
         if self._stream is None:
-            begun.times.end(number)
+            begun.times.ended[number] = time.perf_counter()
         if self._scaled is not None and error is None:
             self._scaled.look_at(begun.gradients[number])
         with self._lock:

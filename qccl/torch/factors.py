@@ -14,13 +14,14 @@ import torch
 
 from qccl import _host
 from qccl.errors import ArgumentError
+from qccl.torch.models import like_in_bucket
 
 __all__ = ["matrix_shape", "orthonormal_rows", "outer_sum"]
 
 
 def matrix_shape(parameter: Any) -> tuple[int, int]:
-    """Rows and columns of a parameter as a matrix: its outermost dimension in memory, and the product of the others."""
-    like = torch.empty_like(parameter, device="meta", requires_grad=False)
+    """Rows and columns of a parameter as a matrix: its outermost dimension in DDP's bucket, and the others' product."""
+    like = like_in_bucket(parameter, device="meta")
     if not like.numel() or not like.dim():
         return 1, like.numel()
     outermost = max(range(like.dim()), key=lambda d: (like.stride(d), like.shape[d]))

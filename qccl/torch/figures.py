@@ -8,8 +8,8 @@ from typing import Any
 
 from qccl.codecs import NoCodec
 from qccl.communicator import Communicator
-from qccl.costs.step import sent_nbytes
-from qccl.torch.clock import PassTimes
+from qccl.costs.grouping import sent_nbytes
+from qccl.torch.backward import PassTimes
 from qccl.torch.groups import ParameterGroup
 from qccl.torch.state import schedule_of
 

@@ -19,7 +19,10 @@ from qccl.arguments import CodecLike, checked_codec, codec_text, is_auto, lossie
 from qccl.codecs import Codec, NoCodec
 from qccl.communicator import Communicator
 from qccl.errors import ArgumentError
+from qccl.owners import Owner
+from qccl.state import Places
 from qccl.torch.groups import ENCODED
+from qccl.torch.units import SEPARATORS, KeyOfSet, not_known, reduced_parameters
 
 __all__ = ["AllGather", "ReduceScatter", "checked_communicator", "sharded_modules"]
 
@@ -39,23 +42,26 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
 
     Attributes:
         codec: of the gradients; with "auto" the one that may be chosen.
-        key: the name of the state of codecs with "+ef" or "+nesterov".
+        key: begins the names of the state of codecs with "+ef" or "+nesterov" in the communicator.
         lr: the learning rate of the present step, for "+ef" (see quantized_allreduce); set it before each backward(),
             or never (None).
     """
 
-    def __init__(self, codec: CodecLike, comm: Communicator, *, key: str = "fsdp") -> None:
+    def __init__(self, codec: CodecLike, comm: Communicator, *, key: str | None = None) -> None:
         """``comm`` has the ranks of the mesh's shard dimension: ``qccl.Communicator.from_torch(mesh.get_group())``.
 
-        Modules with state need a ``key`` each; install() makes them.
+        No other object may have the same ``key`` in ``comm``, if the codec keeps state. None: "fsdp" for the first
+        ReduceScatter with state, "fsdp#2" for the second one, and so on; all ranks make them in the same order.
         """
-        if not isinstance(key, str):
-            raise ArgumentError(f"key must be a string that names the module, not {key!r}")
-        self.codec, self.key, self._asked = lossiest(codec), key, checked_codec(codec)
+        self.codec, self._asked = lossiest(codec), checked_codec(codec)
         self.lr: float | None = None
         self._comm = checked_communicator(comm)
         self._exact = DefaultReduceScatter()
-        self._parent = self  # has the learning rate
+        owners, is_stateful = self._comm._session.state.owners, bool(self.codec.state_names)
+        self._owner = owners.add("ReduceScatter", "fsdp", key, separators=SEPARATORS, is_stateful=is_stateful)
+        self.key = self._owner.name
+        self._is_installed = False
+        self._unit: _Unit | None = None
 
     def __repr__(self) -> str:
         return f"<ReduceScatter {codec_text(self._asked)}, key={self.key!r}, {self._comm!r}>"
@@ -64,11 +70,15 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
         """Set this reduce-scatter for all modules of ``model`` that fully_shard() has wrapped.
 
         The state of each has a key of its own, made of ``key`` and the module's name, so it fits the same model later.
+        Parameters may have a gradient in some steps only, the same ones on all ranks: residuals follow them.
+        Raises ArgumentError for a second model if the codec keeps state.
         """
-        for name, module in sharded_modules(model):
-            own = ReduceScatter(self._asked, self._comm, key=f"{self.key}/{name}")
-            own._parent = self
-            module.set_custom_reduce_scatter(own)
+        modules = sharded_modules(model)
+        if self._is_installed and self.codec.state_names:
+            raise ArgumentError("this ReduceScatter is installed already; make one for each model")
+        self._is_installed = True
+        for name, module in modules:
+            module.set_custom_reduce_scatter(_ModuleReduceScatter(self, name))
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory as PyTorch's own reduce-scatter takes it."""
@@ -83,12 +93,30 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
         async_op: bool = False,
     ) -> dist.Work | None:
         """FSDP2 calls it, on the stream of its reduce-scatters."""
+        return self._reduce(self, "", output_tensor, input_tensor, group, op, async_op)
+
+    def _reduce(
+        self,
+        part: ReduceScatter | _ModuleReduceScatter,
+        rest: str,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """A call of ``part``, whose state has the key ``self.key + rest``."""
         name = next((ours for theirs, ours in _OPS if op == theirs), None)
         if name is None or not _encodes(self.codec, input_tensor):
+            if "momentum" in self.codec.state_names:
+                raise ArgumentError(
+                    f"PyTorch itself reduces gradients of {input_tensor.dtype} with {op}, and would leave the momentum "
+                    f"of +nesterov out; use a codec without +nesterov, and the optimiser's momentum"
+                )
             return self._exact(output_tensor, input_tensor, group, op, async_op)
         if not _same_ranks(self._comm, group):
             raise ArgumentError(
-                f"the gradients of {self.key!r} are reduced by rank {group.rank()} of {group.size()}, and the "
+                f"the gradients of {self.key + rest!r} are reduced by rank {group.rank()} of {group.size()}, and the "
                 f"communicator is rank {self._comm.rank} of {self._comm.size}; make it of the shard dimension of the "
                 f"model's mesh: qccl.Communicator.from_torch(mesh.get_group())"
             )
@@ -98,23 +126,40 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
             output_tensor,
             codec=self._asked,
             op=name,
-            key=self.key if keeps else None,
-            lr=self._parent.lr if keeps else None,
+            key=self._key_of(part, rest, input_tensor.numel()),
+            lr=self.lr if keeps else None,
             async_op=async_op,
         )
         return _Work(work) if async_op else None
 
+    def _key_of(self, part: ReduceScatter | _ModuleReduceScatter, rest: str, count: int) -> str | None:
+        """The key of a call on a vector of ``count`` elements; ranks with gradients of other parameters disagree."""
+        found = reduced_parameters()
+        if found is None and part is not self:
+            raise not_known()
+        if found is None:  # a call of the program itself
+            return self._owner.key(rest) if self.codec.state_names else None
+        group, members = found
+        if part._unit is None or (group is not part._unit.group and not self.codec.state_names):
+            part._unit = _Unit(self._comm, self._owner, rest, group, self.codec.state_names)
+        return part._unit.key(group, members, count)
+
+    def close(self) -> None:
+        """Forget the state, and let others have the key. Every rank must call it alike; later calls are refused."""
+        self._owner.close()
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's state between two steps, for ``torch.save``; ``torch.load`` reads it with its defaults.
 
-        "keys" has the residuals and momenta, as tensors, of this object's key, and of those that install() made;
-        "calls" is the number of the communicator's next call, on which random codecs depend.
+        "keys" has the residuals and momenta, as tensors, by the modules' names behind ``key``, or behind "fsdp" if no
+        ``key`` was given, so the state fits any object that was made without one; "calls" is the number of the
+        communicator's next call, on which random codecs depend.
         """
         kept = self._comm.state_dict()
-        keys = {key: entry for key, entry in kept["keys"].items() if self._owns(key)}
+        keys = {key: entry for key, entry in kept["keys"].items() if self._owner.owns(key)}
         for entry in keys.values():
             entry["values"] = {name: torch.from_numpy(values) for name, values in entry["values"].items()}
-        return {"calls": kept["calls"], "keys": keys}
+        return {"calls": kept["calls"], "keys": self._owner.renamed(keys, to_file=True)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state_dict() of the rank of this number in a group of this size; every rank must call it.
@@ -124,20 +169,78 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
         """
         if not isinstance(state, Mapping) or set(state) != {"calls", "keys"} or not isinstance(state["keys"], Mapping):
             raise ArgumentError('a state is the dict that state_dict() returned, with "calls" and "keys"')
-        for key in state["keys"]:
-            if not self._owns(key):
-                raise ArgumentError(f"the state has the key {key!r}; this reduce-scatter has {self.key!r}")
-        if self.codec.state_names and not is_auto(self._asked) and state["calls"] and not state["keys"]:
+        keys = self._owner.renamed(state["keys"])
+        if self.codec.state_names and not is_auto(self._asked) and state["calls"] and not keys:
             raise ArgumentError(
                 f"the state, after {state['calls']} calls, has no {' and no '.join(self.codec.state_names)}; "
                 f"torch.distributed.checkpoint loads only what a new object's state_dict() has, which is nothing: let "
                 f"each rank save its own file with torch.save(), or load nothing to begin with an empty state"
             )
-        others = {key: entry for key, entry in self._comm.state_dict()["keys"].items() if not self._owns(key)}
-        self._comm.load_state_dict({"calls": state["calls"], "keys": {**others, **state["keys"]}})
+        others = {key: each for key, each in self._comm.state_dict()["keys"].items() if not self._owner.owns(key)}
+        self._comm.load_state_dict({"calls": state["calls"], "keys": {**others, **keys}})
 
-    def _owns(self, key: Any) -> bool:
-        return isinstance(key, str) and (key == self.key or key.startswith(f"{self.key}/"))
+
+class _Unit:
+    """The parameters of a module, whose gradients are one vector: each rank's parts of all of them, rank after rank."""
+
+    def __init__(
+        self, comm: Communicator, owner: Owner, rest: str, group: Any, kinds: Sequence[str]
+    ) -> None:  # fmt: skip
+        self.group, self._what, self._size, self._kinds = group, owner.name + rest, comm.size, kinds
+        self._names = {each: each._param_fqn or str(i) for i, each in enumerate(group.fsdp_params)}
+        self._lengths = {name: each.padded_sharded_param_size.numel() for each, name in self._names.items()}
+        self._keys = KeyOfSet(comm, owner, rest, [*self._lengths], self._places)
+
+    def key(self, group: Any, members: Sequence[Any], count: int) -> str:
+        """The key of a call with the gradients of these parameters."""
+        if group is not self.group:
+            raise ArgumentError(
+                f"the ReduceScatter with the state {self._what!r} reduces the gradients of two modules, with the "
+                f"parameters {', '.join(self._lengths)} and {', '.join(str(p._param_fqn) for p in group.fsdp_params)}; "
+                f"give each module one of its own, as install() does"
+            )
+        names = [self._names[each] for each in members]
+        if self._size * sum(self._lengths[name] for name in names) != count:
+            raise ArgumentError(
+                f"the gradients of {', '.join(names)} do not have {count} elements on {self._size} ranks"
+            )
+        if self._kinds:
+            self._keys.arrange(names)
+        return self._keys.key(names)
+
+    def _places(self, names: Sequence[str]) -> Places:
+        """Where the state of each parameter is in the vector of these."""
+        width, start, found = sum(self._lengths[name] for name in names), 0, dict[str, list[tuple[str, int, int]]]()
+        for name in names:
+            parts = range(start, start + self._size * width, width)
+            length = self._lengths[name]
+            found[name] = [(kind, first, first + length) for kind in self._kinds for first in parts if length]
+            start += length
+        return found
+
+
+class _ModuleReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no types here
+    """The reduce-scatter of one module, which install() makes."""
+
+    def __init__(self, parent: ReduceScatter, name: str) -> None:
+        self._parent, self._name = parent, name
+        self._unit: _Unit | None = None
+
+    def __repr__(self) -> str:
+        return f"<the part for {self._name!r} of {self._parent!r}>"
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._parent.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return self._parent._reduce(self, f"/{self._name}", output_tensor, input_tensor, group, op, async_op)
 
 
 class AllGather(api.AllGather):  # type: ignore[misc]  # torch has no types here

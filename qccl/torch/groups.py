@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -11,16 +10,16 @@ from typing import Any
 import torch
 
 from qccl import codecs, dtypes
-from qccl.arguments import CodecLike
+from qccl.arguments import CodecLike, count_of
 from qccl.codecs import Codec, Momentum, NoCodec
 from qccl.codecs.feedback import momentum_of
 from qccl.communicator import Communicator
-from qccl.costs.grouping import grouped
-from qccl.costs.step import encoded_nbytes
+from qccl.costs.grouping import encoded_nbytes, grouped
 from qccl.errors import ArgumentError
 from qccl.torch.factors import matrix_shape
+from qccl.torch.models import like_in_bucket
 
-__all__ = ["ENCODED", "ParameterGroup", "Policy", "aligned", "faster", "form_groups", "rank_within", "table"]
+__all__ = ["ENCODED", "ParameterGroup", "Policy", "faster", "form_groups", "table"]
 
 #: element types that codecs encode; PyTorch itself moves and reduces the others
 ENCODED = (torch.float32, torch.float16, torch.bfloat16)
@@ -96,9 +95,9 @@ class ParameterGroup:
         return [sum(encoded_nbytes(self.codec, count) for count in both) for both in sides]
 
     def description(self) -> dict[str, Any]:
-        """What state belongs to, in types that torch.load() always reads. Strides tell the order of elements."""
+        """The owner of state, in types that torch.load() always reads. Strides tell the order of its elements."""
         parameters = [
-            [name, list(parameter.shape), list(torch.empty_like(parameter).stride())]
+            [name, list(parameter.shape), list(like_in_bucket(parameter, device="meta").stride())]
             for name, parameter in zip(self.names, self.parameters, strict=True)
         ]
         return {"codec": self.codec_spec, "dtype": self.dtype, "parameters": parameters}
@@ -113,8 +112,18 @@ class Policy:
     exclude: Sequence[str] = ()
     min_elements: int = 0
     low_rank: int = 0
-    #: by the names of parameters that takes_codec(): in place of ``codec``
-    chosen: Mapping[str, Codec] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, codec: CodecLike, codecs: Any, exclude: Any, min_elements: Any) -> Policy:
+        """Make a policy from the arguments of compress() or AllReduce. Raises ArgumentError for wrong ones."""
+        if isinstance(exclude, str):
+            raise ArgumentError(f"exclude must be a list of patterns, such as [{exclude!r}], not a string")
+        if codecs is not None and not isinstance(codecs, Mapping):
+            raise ArgumentError(
+                f"codecs must be a dict of codecs by patterns of names, such as {{'embedding.*': 'topk:k=0.01+ef'}}, "
+                f"not {codecs!r}"
+            )
+        return cls(codec, codecs or {}, tuple(exclude), count_of(min_elements, "min_elements"))
 
     @property
     def state_names(self) -> set[str]:
@@ -122,19 +131,33 @@ class Policy:
         return {kind for codec in (self.codec, *self.codecs.values()) for kind in codecs.get(codec).state_names}
 
     def codec_of(self, name: str, parameter: Any) -> Codec | None:
-        """The codec of a parameter; None: the process group reduces it."""
-        if parameter.dtype not in ENCODED:
-            return None
+        """The codec of a parameter; None: the process group reduces it.
+
+        Raises ArgumentError if the codec has momentum, which the process group would leave out.
+        """
+        codec = self._codec_by_name(name, parameter)
+        if parameter.dtype in ENCODED:
+            return codec
+        if momentum_of(codec):
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise ArgumentError(
+                f"{name} has the element type {kind}, and +nesterov keeps momenta of float32, float16 and bfloat16 "
+                f"gradients; leave +nesterov out and use the optimiser's momentum, or give codecs={{{name!r}: 'none'}} "
+                f"(an exact mean without momentum) and a parameter group with the optimiser's momentum to this "
+                f"parameter alone"
+            )
+        return None
+
+    def _codec_by_name(self, name: str, parameter: Any) -> Codec:
+        """The codec by the patterns and the size."""
         if any(fnmatchcase(name, pattern) for pattern in self.exclude):
             return self._uncompressed()
         for pattern, codec in self.codecs.items():
             if fnmatchcase(name, pattern):
                 return codecs.get(codec)
-        if not self._is_large(parameter):
-            return self._uncompressed()
-        return self.chosen[name] if name in self.chosen else codecs.get(self.codec)
+        return codecs.get(self.codec) if self._is_large(parameter) else self._uncompressed()
 
-    def takes_codec(self, name: str, parameter: Any) -> bool:
+    def _takes_codec(self, name: str, parameter: Any) -> bool:
         """Whether a parameter has ``codec``: no pattern names it, it is large, and its elements can be encoded."""
         is_named = any(fnmatchcase(name, pattern) for pattern in (*self.exclude, *self.codecs))
         return parameter.dtype in ENCODED and self._is_large(parameter) and not is_named
@@ -144,7 +167,7 @@ class Policy:
 
         Only matrices have factors that ``codec`` encodes, not those that ``codecs`` and ``exclude`` name.
         """
-        if not self.low_rank or not self.takes_codec(name, parameter):
+        if not self.low_rank or not self._takes_codec(name, parameter):
             return 0
         rows, columns = matrix_shape(parameter)
         is_smaller = (rows + columns) * self.low_rank * _LOW_RANK_GAIN < rows * columns
@@ -202,29 +225,6 @@ def faster(groups: Iterable[ParameterGroup], codec: Codec, comm: Communicator) -
     return [chosen(group) for group in groups]
 
 
-def rank_within(named: Iterable[tuple[str, Any]], policy: Policy, step_bytes: int) -> int:
-    """The largest rank with which the encoded gradients of a step have at most ``step_bytes`` bytes.
-
-    With a larger rank fewer matrices travel by factors. Raises ArgumentError if rank 1 has too many bytes.
-    """
-    named = list(named)
-
-    def nbytes_of(rank: int) -> int:
-        return sum(group.encoded_nbytes for group in form_groups(named, replace(policy, low_rank=rank), 1 << 62))
-
-    matrices = [matrix_shape(p) for name, p in named if replace(policy, low_rank=1).rank_of(name, p)]
-    if not matrices:
-        raise ArgumentError("step_bytes chooses the rank of factors, and no parameter is large enough for factors")
-    largest = max((rows * columns - 1) // (_LOW_RANK_GAIN * (rows + columns)) for rows, columns in matrices)
-    rank = bisect_right(range(1, largest + 1), step_bytes, key=nbytes_of)
-    if not rank:
-        raise ArgumentError(
-            f"step_bytes is {step_bytes}, and with low_rank=1 a step already has {nbytes_of(1)} encoded bytes; allow "
-            f"as many, or take a codec with fewer bits"
-        )
-    return rank
-
-
 def table(groups: Sequence[ParameterGroup]) -> str:
     """A line for each group: its codec, element type, elements, bytes before and after encoding, and parameters."""
     rows: list[tuple[str, ...]] = [("group", "codec", "dtype", "elements", "bytes", "encoded", "parameters")]
@@ -234,10 +234,10 @@ def table(groups: Sequence[ParameterGroup]) -> str:
     total = [sum(getattr(group, name) for group in groups) for name in ("nbytes", "encoded_nbytes")]
     elements = sum(sum(group.counts) for group in groups)
     rows.append(("all", "", "", f"{elements}", *map(str, total), f"{sum(len(group.names) for group in groups)}"))
-    return aligned(rows, range(3, 6))
+    return _aligned(rows, range(3, 6))
 
 
-def aligned(rows: Sequence[Sequence[str]], numbers: Container[int]) -> str:
+def _aligned(rows: Sequence[Sequence[str]], numbers: Container[int]) -> str:
     """Rows as lines with aligned columns; those of ``numbers`` at their right ends."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (

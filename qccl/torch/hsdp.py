@@ -11,23 +11,32 @@ backward() ends. On CUDA the hook's stream has the same effect.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 import torch
 from torch.autograd.variable import Variable
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from qccl.arguments import CodecLike, count_of
+from qccl.arguments import CodecLike
+from qccl.codecs import Codec
 from qccl.communicator import Communicator
 from qccl.errors import ArgumentError
+from qccl.owners import Owner
+from qccl.schedule import buffer_name
+from qccl.state import Parts, Places
 from qccl.torch.fsdp import checked_communicator, sharded_modules
 from qccl.torch.groups import ParameterGroup, Policy, table
-from qccl.torch.state import FullState, from_saved, to_full, to_saved
+from qccl.torch.state import FullState, from_saved, owned_parts, take, to_full, to_saved
+from qccl.torch.units import SEPARATORS, KeyOfSet, not_known, reduced_parameters
 
 __all__ = ["AllReduce"]
+
+#: ends the error for a state of other parameters
+_HINT = "; if it lacks parameters that were frozen, freeze them before install(), and unfreeze them after loading"
 
 
 class AllReduce:
@@ -47,16 +56,20 @@ class AllReduce:
         codecs: Mapping[str, CodecLike] | None = None,
         exclude: Sequence[str] = (),
         min_elements: int = 4096,
-        key: str = "hsdp",
+        key: str | None = None,
     ) -> None:
         """``comm`` has the ranks of the mesh's replicas: ``Communicator.from_torch(mesh["replicate"].get_group())``.
 
         ``codec`` is for parameters with two or more dimensions; ``codecs``, ``exclude`` and ``min_elements`` choose
-        other codecs by name and size, as in compress(). ``key`` begins the names of the residuals and momenta.
+        other codecs by name and size, as in compress(). ``key`` begins the names of the residuals and momenta in
+        ``comm``, and no other object there may have it, if a codec keeps state. None: "hsdp" for the first AllReduce
+        with state that is installed, "hsdp#2" for the second one, and so on; all ranks install them in the same order.
         """
         self._comm = checked_communicator(comm)
-        self._policy = Policy(codec, codecs or {}, tuple(exclude), count_of(min_elements, "min_elements"))
+        self._policy = Policy.of(codec, codecs, exclude, min_elements)
         self._key, self._modules = key, list[_Module]()
+        self._owner: Owner | None = None
+        self._is_closed = False
         self.lr: float | None = None
         self.step = 0
         self._under_way: list[Any] = []
@@ -71,22 +84,46 @@ class AllReduce:
     def install(self, model: Any) -> None:
         """Collective: set the hook of all modules of ``model`` that fully_shard() has wrapped; once for each object.
 
-        The state of a module has a key of its own, so it fits the same model later. Raises ArgumentError for a model
-        without such modules, for one whose mesh has the replicas, too (FSDP2 averages them itself then), and if the
-        replicas' parameters differ; then it changes nothing.
+        The state of a module has a key of its own, so it fits the same model later. Parameters may have a gradient in
+        some steps only, the same ones on all replicas, and may be frozen and unfrozen: residuals follow them.
+
+        Raises ArgumentError for a model without such modules, for one whose mesh has the replicas, too (FSDP2 averages
+        them itself then), and if the parameters that need gradients differ between replicas; then it changes nothing.
+        Those that are unfrozen later are compared in their first backward pass.
         """
         if self._modules:
             raise ArgumentError("this AllReduce is installed already; make one for each model")
-        names = {id(p): name for name, p in model.named_parameters()} if isinstance(model, torch.nn.Module) else {}
-        modules = [_Module(f"{self._key}/{name}", m, names, self._policy) for name, m in sharded_modules(model)]
-        self._policy.check(name for module in modules for name in module.names)
-        self._check_replicas(modules)
-        self._modules = [module for module in modules if module.groups]
+        owners, is_stateful = self._comm._session.state.owners, bool(self._policy.state_names)
+        owner = owners.add("AllReduce", "hsdp", self._key, separators=SEPARATORS, is_stateful=is_stateful)
+        try:
+            modules = self._checked_modules(model, owner)
+        except BaseException:
+            owner.release()  # install() may be called again
+            raise
+        self._owner, self._modules = owner, modules
         for module in self._modules:
             module.fsdp.set_all_reduce_hook(lambda shard, module=module: self._reduce(module, shard))
 
+    def _checked_modules(self, model: Any, owner: Owner) -> list[_Module]:
+        names = {id(p): name for name, p in model.named_parameters()} if isinstance(model, torch.nn.Module) else {}
+        found = [(name, module) for name, module in sharded_modules(model) if _param_groups(module)]
+        modules = [_Module(self._comm, owner, f"/{name}", module, names, self._policy) for name, module in found]
+        self._policy.check(name for module in modules for name in module.all_names)
+        self._check_replicas([line for module in modules for line in module.lines(module.groups)])
+        return modules
+
+    def close(self) -> None:
+        """Forget the state, and let others have the key. Every rank must call it alike; later calls are refused."""
+        self._is_closed = True
+        if self._owner is not None:
+            self._owner.close()
+
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state between two steps, for ``torch.save``; ``torch.load`` reads it with its defaults."""
+        """This rank's state between two steps, for ``torch.save``; ``torch.load`` reads it with its defaults.
+
+        It has all parameters that have had a gradient so far, or needed one in install().
+        """
+        self._gather()
         return to_saved(self._comm, self._groups, self.step)
 
     @property
@@ -99,12 +136,13 @@ class AllReduce:
 
         "residuals" and "momenta" have whole parameters; otherwise see Compression.full_state_dict().
         """
+        self._gather()
         full = to_full(self._comm, self._groups, self.step, self._add_replicas)
         sharded = self._parameters()
         for kind in ("residuals", "momenta"):
             for name in [name for name in sharded if self._keeps(name, kind)]:
                 p = sharded[name]
-                local = full[kind].get(name, torch.empty(p.to_local().shape)).to(p.device)
+                local = full[kind].get(name, torch.empty_like(p.to_local(), dtype=torch.float32)).to(p.device)
                 whole = DTensor.from_local(local, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
                 full[kind][name] = whole.full_tensor().cpu()
         return full | {"groups": self._descriptions(is_whole=True)}
@@ -112,11 +150,25 @@ class AllReduce:
     def load_state_dict(self, state: Any) -> None:
         """Restore a state_dict() of this rank, or a full_state_dict() of any mesh; every rank must call it.
 
-        Raises ArgumentError for a state of other parameters or codecs, and then changes nothing.
+        Parameters of the state may be frozen now. Raises ArgumentError for a state of other parameters or
+        codecs, and then changes nothing.
         """
-        if isinstance(state, Mapping) and "rank" not in state:
-            state = self._own_part(state)
-        self.step = from_saved(self._comm, self._groups, state)
+        before = [(module, module.shards, module.groups) for module in self._modules]
+        try:
+            for module in self._modules:
+                module.expect(_names_in(state))
+            if isinstance(state, Mapping) and "rank" not in state:
+                state = self._own_part(state)
+            groups = self._groups
+            self.step = from_saved(self._comm, groups, state, _HINT)
+        except BaseException:
+            for module, shards, groups in before:
+                module.shards, module.groups = shards, groups
+            raise
+        loaded = {group.key for group in groups}
+        for key in self._comm.state_dict()["keys"]:
+            if self._owner is not None and self._owner.owns(key) and key not in loaded:
+                self._comm.reset(key)  # of other sets of the parameters
 
     # -- the state ---------------------------------------------------------------------------------------------------
 
@@ -124,9 +176,14 @@ class AllReduce:
     def _groups(self) -> list[ParameterGroup]:
         return [group for module in self._modules for group in module.groups]
 
+    def _gather(self) -> None:
+        """Bring the state of each parameter to the groups of all."""
+        for module in self._modules:
+            module.gather()
+
     def _parameters(self) -> dict[str, Any]:
         """The sharded parameters by name."""
-        return {name: p for module in self._modules for name, p in zip(module.names, module.parameters, strict=True)}
+        return {name: each.sharded_param for module in self._modules for name, each in module.shards.items()}
 
     def _keeps(self, name: str, kind: str) -> bool:
         codec = self._policy.codec_of(name, self._parameters()[name])
@@ -165,9 +222,9 @@ class AllReduce:
 
     # -- the hook ----------------------------------------------------------------------------------------------------
 
-    def _check_replicas(self, modules: Sequence[_Module]) -> None:
+    def _check_replicas(self, lines: Sequence[str]) -> None:
         """Collective: raise ArgumentError unless all replicas have the same parameters."""
-        found = self._comm.allgather("\n".join(line for module in modules for line in module.lines()).encode())
+        found = self._comm.allgather("\n".join(lines).encode())
         for rank, other in enumerate(found):
             if other != found[0]:
                 pairs = zip(found[0].decode().split("\n"), other.decode().split("\n"), strict=False)
@@ -179,10 +236,20 @@ class AllReduce:
 
     def _reduce(self, module: _Module, shard: torch.Tensor) -> None:
         """The hook: average the gradients of a module's shard between the replicas, in place."""
-        works = [self._launch(group, arrays) for group, arrays in module.split(shard)]
+        if self._is_closed:
+            raise ArgumentError("this AllReduce is closed; install another one")
+        reduced = reduced_parameters()
+        if reduced is None:
+            raise not_known()
+        members = reduced[1]
+        if new := module.unseen(members):  # they were frozen
+            self._comm._session.engine.wait_until_idle(self._comm.timeout)
+            self._check_replicas([*module.lines(new)])
+            module.add(members)
+        works = [self._launch(group, arrays) for group, arrays in module.split(shard, members)]
         self._is_passing = True
         Variable._execution_engine.queue_callback(self._end_pass)  # each time: an earlier pass may have failed
-        if module.must_wait(shard):
+        if module.must_wait(shard, members):
             for work in works:
                 work.wait()
         else:
@@ -195,7 +262,7 @@ class AllReduce:
             arrays,
             codec=group.codec,
             op="avg",
-            key=group.key if keeps else None,
+            key=group.key,
             lr=self.lr if keeps else None,
             async_op=True,
         )
@@ -212,71 +279,136 @@ class AllReduce:
 
 
 class _Module:
-    """A module that fully_shard() has wrapped: its parameters, in the order of its gradients' shard."""
+    """A module that fully_shard() has wrapped: its parameters, and the groups in which they are reduced.
 
-    def __init__(self, key: str, module: FSDPModule, names: Mapping[int, str], policy: Policy) -> None:
-        self.fsdp, self._key = module, key
-        self._shards = [
-            each
-            for group in module._get_fsdp_state()._fsdp_param_groups
-            for each in group.fsdp_params
-            if each.sharded_param.requires_grad
-        ]
-        self.parameters = [each.sharded_param for each in self._shards]
-        self.names = [names[id(p)] for p in self.parameters]
-        self._check()
-        self.groups = list(self._form_groups(policy))
+    Attributes:
+        all_names: of all parameters, also frozen ones.
+        shards: FSDP2's records of the parameters that have had a gradient, needed one at first, or have a loaded state,
+            by name.
+        groups: these parameters, one group for each codec.
+    """
 
-    @property
-    def _param_group(self) -> Any:
-        """FSDP2's own record of the module; set_all_reduce_hook() takes only modules with one."""
-        return self.fsdp._get_fsdp_state()._fsdp_param_groups[0]
+    def __init__(
+        self,
+        comm: Communicator,
+        owner: Owner,
+        rest: str,
+        module: FSDPModule,
+        names: Mapping[int, str],
+        policy: Policy,
+    ) -> None:
+        self.fsdp, self._comm, self._owner, self._rest, self._policy = module, comm, owner, rest, policy
+        self._param_group, *others = _param_groups(module)
+        if others:
+            raise ArgumentError(
+                f"the parameters of the module {rest[1:]!r} are on several meshes, as shard_placement_fn= says, and "
+                f"FSDP2 calls an all-reduce hook for one mesh only; wrap the parameters of each mesh in a module of "
+                f"their own"
+            )
+        self._names = {each: names[id(each.sharded_param)] for each in self._param_group.fsdp_params}
+        self.all_names = [*self._names.values()]
+        if isinstance(self._param_group.mesh_info, DDPMeshInfo):
+            raise ArgumentError(
+                f"the mesh of {', '.join(self.all_names)} has the replicas, too, so FSDP2 averages the replicas "
+                f'itself; give fully_shard() the shard dimension alone: fully_shard(module, mesh=mesh["shard"])'
+            )
+        self._keys: dict[Codec, KeyOfSet] = {}
+        self._last: tuple[list[Any], list[tuple[ParameterGroup, list[int]]]] = [], []  # the groups of a step
+        self._compared = set[Any]()  # the parameters that the replicas have compared
+        self.shards: dict[str, Any] = {}
+        self.groups: list[ParameterGroup] = []
+        self.add([each for each in self._names if each.sharded_param.requires_grad])
 
-    def _check(self) -> None:
-        for name, p in zip(self.names, self.parameters, strict=True):
-            if p.device_mesh.ndim != 1:
-                raise ArgumentError(
-                    f"{name!r} is on a mesh with the dimensions {p.device_mesh.mesh_dim_names or p.device_mesh.ndim}, "
-                    f"so FSDP2 averages the replicas itself; give fully_shard() the shard dimension alone: "
-                    f'fully_shard(module, mesh=mesh["shard"])'
-                )
+    def unseen(self, members: Sequence[Any]) -> list[ParameterGroup]:
+        """The groups of parameters that have a gradient for the first time."""
+        new = [each for each in members if each not in self._compared]
+        return [group for group, _ in self._form_groups(new)]
 
-    def _form_groups(self, policy: Policy) -> Iterator[ParameterGroup]:
-        """One group for each codec."""
-        by_codec: dict[Any, list[int]] = {}
-        for i, (name, p) in enumerate(zip(self.names, self.parameters, strict=True)):
-            codec = policy.codec_of(name, p)
+    def add(self, members: Sequence[Any]) -> None:
+        """Note the parameters that have a gradient, and are the same on all replicas."""
+        self._compared.update(members)
+        self.expect({self._names[each] for each in members})
+
+    def expect(self, names: Set[str]) -> None:
+        """Have groups for the parameters of these names, too, of those that are here."""
+        self.shards = {name: each for each, name in self._names.items() if name in self.shards or name in names}
+        self.groups = [group for group, _ in self._form_groups([*self.shards.values()])]
+
+    def _form_groups(self, members: Sequence[Any]) -> Iterator[tuple[ParameterGroup, list[int]]]:
+        """One group for each codec, and the numbers of its members."""
+        by_codec: dict[Codec, list[int]] = {}
+        for i, each in enumerate(members):
+            name, p = self._names[each], each.sharded_param
+            codec = self._policy.codec_of(name, p)
             if codec is None:
                 raise ArgumentError(
                     f"{name!r} has the element type {p.dtype}; gradients of float32, float16 and bfloat16 can be "
                     f"averaged between replicas"
                 )
             by_codec.setdefault(codec, []).append(i)
-        self._indices = list(by_codec.values())
-        for number, (codec, indices) in enumerate(by_codec.items()):
-            locals_ = tuple(self.parameters[i].to_local() for i in indices)
-            yield ParameterGroup(f"{self._key}/{number}", codec, tuple(self.names[i] for i in indices), locals_)
+        for codec, indices in by_codec.items():
+            names = [self._names[members[i]] for i in indices]
+            yield self._group(codec, names, self._keys_of(codec).key(names)), indices
 
-    def lines(self) -> Iterator[str]:
-        """The parameters in words, with a digest of their values, for a comparison of the replicas."""
+    def _group(self, codec: Codec, names: Sequence[str], key: str = "") -> ParameterGroup:
+        by_name = {name: each for each, name in self._names.items()}
+        return ParameterGroup(key, codec, tuple(names), tuple(by_name[n].sharded_param.to_local() for n in names))
+
+    def _keys_of(self, codec: Codec) -> KeyOfSet:
+        """The keys of the parameters with a codec."""
+        if codec not in self._keys:
+            rest = f"{self._rest}/{len(self._keys)}"
+            codecs = {name: self._policy.codec_of(name, each.sharded_param) for each, name in self._names.items()}
+            names = [name for name, found in codecs.items() if found == codec]
+
+            def places(names: Sequence[str]) -> Places:
+                lengths = self._group(codec, names).counts
+                return {
+                    name: [(buffer_name(kind, i), 0, length) for kind in codec.state_names if length]
+                    for i, (name, length) in enumerate(zip(names, lengths, strict=True))
+                }
+
+            def sums(names: Sequence[str]) -> Parts:
+                return owned_parts(self._group(codec, names), self._comm.rank, self._comm.nodes)
+
+            self._keys[codec] = KeyOfSet(self._comm, self._owner, rest, names, places, sums)
+        return self._keys[codec]
+
+    def gather(self) -> None:
+        """Bring the state of each parameter to ``groups``, from the sets that it was in."""
+        entries = self._comm._session.state.entries.items()
+        lr = 1.0 if any(entry.lr for key, entry in entries if self._owner.owns(key)) else None
         for group in self.groups:
+            if self._arrange(group):
+                take(self._comm, group, lr)
+
+    def _arrange(self, group: ParameterGroup) -> bool:
+        """Let the group's next call find its state; returns whether that comes from other sets."""
+        codec = group.codec
+        return codec is not None and bool(codec.state_names) and self._keys_of(codec).arrange(group.names)
+
+    def lines(self, groups: Sequence[ParameterGroup]) -> Iterator[str]:
+        """The parameters in words, with a digest of their values, for a comparison of the replicas."""
+        for group in groups:
             for name, p in zip(group.names, group.parameters, strict=True):
                 yield f"{name} of {tuple(p.shape)} with {group.codec_spec}, {_digest(p)}"
 
-    def split(self, shard: torch.Tensor) -> Iterator[tuple[ParameterGroup, list[torch.Tensor]]]:
-        """The groups, and the parts of a shard that are the gradients of their parameters."""
-        padded = [each.padded_sharded_param_size.numel() for each in self._shards]
+    def split(self, shard: torch.Tensor, members: Sequence[Any]) -> Iterator[tuple[ParameterGroup, list[torch.Tensor]]]:
+        """The groups of a step, and the parts of a shard that are the gradients of their parameters."""
+        padded = [each.padded_sharded_param_size.numel() for each in members]
         if shard.numel() != sum(padded):
             raise ArgumentError(
-                f"the shard of the gradients of {', '.join(self.names)} has {shard.numel()} elements instead of "
-                f"{sum(padded)}, because some parameters had no gradient in this step; call "
-                f"set_reduce_scatter_unused_params(True) on the model"
+                f"the shard of the gradients of {', '.join(self._names[each] for each in members)} has {shard.numel()} "
+                f"elements instead of {sum(padded)}"
             )
+        if self._last[0] != members:
+            self._last = list(members), list(self._form_groups(members))
         parts = shard.split(padded)
-        for group, indices in zip(self.groups, self._indices, strict=True):
-            yield group, [parts[i][: self.parameters[i].to_local().numel()] for i in indices]
+        for group, indices in self._last[1]:
+            self._arrange(group)
+            yield group, [parts[i][:count] for i, count in zip(indices, group.counts, strict=True)]
 
-    def must_wait(self, shard: torch.Tensor) -> bool:
+    def must_wait(self, shard: torch.Tensor, members: Sequence[Any]) -> bool:
         """Whether FSDP2, or a hook of the user, reads the averages before backward() ends.
 
         It does if it converts, divides, copies or accumulates them. On CUDA a wait costs the host nothing.
@@ -286,10 +418,28 @@ class _Module:
             or shard.dtype not in (torch.float32, torch.bfloat16)  # FSDP2 divides others after the hook
             or self._param_group.force_sum_reduction_for_comms
             or any(
-                p.dtype != shard.dtype or p.grad is not None or each.offload_to_cpu or p._post_accumulate_grad_hooks
-                for p, each in zip(self.parameters, self._shards, strict=True)
+                each.sharded_param.dtype != shard.dtype
+                or each.sharded_param.grad is not None
+                or each.offload_to_cpu
+                or each.sharded_param._post_accumulate_grad_hooks
+                for each in members
             )
         )
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    """FSDP2's records of the parameters that are reduced together."""
+    found: list[Any] = module._get_fsdp_state()._fsdp_param_groups
+    return found
+
+
+def _names_in(state: Any) -> set[str]:
+    """The names of the parameters in a state; from_saved() refuses what is none."""
+    states = [state] if isinstance(state, Mapping) else state
+    try:
+        return {str(p[0]) for each in states for group in each["groups"] for p in group["parameters"]}
+    except (TypeError, LookupError):
+        return set()
 
 
 def _digest(p: torch.Tensor) -> str:

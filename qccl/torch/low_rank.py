@@ -57,8 +57,9 @@ class LowRank:
         assert group.codec is not None
         self._group, self._comm, self._timeout, self._trace = group, comm, timeout, trace
         self._shapes = [matrix_shape(p) for p in group.parameters]
-        self._p = [torch.zeros(group.rank, rows) for rows, _ in self._shapes]
-        self._q = [torch.zeros(group.rank, columns) for _, columns in self._shapes]
+        made = {"dtype": torch.float32, "device": "cpu"}
+        self._p = [torch.zeros(group.rank, rows, **made) for rows, _ in self._shapes]
+        self._q = [torch.zeros(group.rank, columns, **made) for _, columns in self._shapes]
         self._own = [torch.zeros_like(q) for q in self._q]
         self._plain = group.codec.plain
         second = self._plain if self._plain == NoCodec() else ErrorFeedback(self._plain)
@@ -70,7 +71,7 @@ class LowRank:
         self._forms = residuals | factors
 
     def begin(self, gradients: Sequence[Any], lr: float | None) -> None:
-        """Start the call of P. ``gradients`` are flat, in the order of memory, and later hold the results.
+        """Start the call of P. ``gradients`` are flat, parts of DDP's buckets, and later hold the results.
 
         ``lr`` is the learning rate; None: it never changes.
         """
@@ -79,7 +80,8 @@ class LowRank:
         self._matrices = []
         for i, (gradient, shape) in enumerate(zip(gradients, self._shapes, strict=True)):
             matrix = gradient.view(shape).float()  # the gradient itself if it is float32
-            matrix.add_(self._kept("residual", i).view(shape), alpha=self._beta / self._lr)
+            if self._lr:  # else the result changes no weights, and a residual in it would be lost
+                matrix.add_(self._kept("residual", i).view(shape), alpha=self._beta / self._lr)
             self._matrices.append(matrix)
         if self._comm.size == 1:
             return
@@ -124,7 +126,7 @@ class LowRank:
     def _finish_alone(self) -> None:
         """A single rank needs no factors: the result is the gradient and all that is owed."""
         for i, matrix in enumerate(self._matrices):
-            if _is_finite(matrix):
+            if self._lr and _is_finite(matrix):
                 self._kept("residual", i).zero_()
         self._write_back()
 
@@ -155,6 +157,8 @@ class LowRank:
 
     def _keep_residual(self, i: int, values: torch.Tensor) -> None:
         """Residuals are stored times the learning rate, as in qccl's calls."""
+        if not self._lr:
+            return
         self._kept("residual", i).copy_(values.view(-1) if self._lr == 1 else values.view(-1) * self._lr)
 
     def _kept(self, kind: str, i: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The parameters of a DistributedDataParallel model, and which models cannot be compressed."""
+"""The parameters of a DistributedDataParallel model, their order in its buckets, and models that are refused."""
 
 from __future__ import annotations
 
@@ -9,8 +9,21 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from qccl.errors import ArgumentError
+from qccl.torch.hook import is_of_a_copy
 
-__all__ = ["parameters_of"]
+__all__ = ["frozen_parameters", "like_in_bucket", "parameters_of", "uncompiled"]
+
+
+def like_in_bucket(parameter: Any, **options: Any) -> Any:
+    """An empty tensor of the parameter's shape, with the strides that its gradient has in DDP's bucket.
+
+    A bucket keeps the strides of parameters that are dense in memory, and stores the others row-major (PyTorch's
+    Reducer::initialize_bucket_views). ``options``: ``dtype`` and ``device``, by default the parameter's.
+    """
+    # empty_like() changes the strides of a tensor that is not dense, and only of such a tensor
+    is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    order = torch.preserve_format if is_dense else torch.contiguous_format
+    return torch.empty_like(parameter, requires_grad=False, memory_format=order, **options)
 
 
 def parameters_of(model: Any) -> dict[str, Any]:
@@ -24,8 +37,14 @@ def parameters_of(model: Any) -> dict[str, Any]:
         raise ArgumentError(
             "DDP's mixed_precision= has a communication hook of its own; use torch.autocast, or a model in bfloat16"
         )
-    if model._comm_hooks:
-        hook = getattr(model._comm_hooks[0][0], "__qualname__", "?")
+    if model._use_python_reducer:
+        raise ArgumentError(
+            "the model was wrapped in DDP with torch._dynamo.config.optimize_ddp = 'python_reducer', which has no "
+            "buckets; leave that setting as it is by default ('ddp_optimizer'), and wrap the model again"
+        )
+    hooks = [hook for hook in model._comm_hooks if not is_of_a_copy(hook)]
+    if hooks:
+        hook = getattr(hooks[0][0], "__qualname__", "?")
         raise ArgumentError(
             f"the model has a communication hook already ({hook}), for example of an earlier compress(), of torchft or "
             f"of Accelerate's comm_hook, and DDP takes only one; wrap it in DDP again, without that hook"
@@ -35,9 +54,7 @@ def parameters_of(model: Any) -> dict[str, Any]:
         for name, module in model.module.named_modules()
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
     ]
-    # DDP compares the names of ignored parameters with a dot in front of those of the outermost module
-    ignored = {name for name in model.parameters_to_ignore if "." in name}
-    named = {name: p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored}
+    named = {name: p for name, p in _not_ignored(model).items() if p.requires_grad}
     if any(name in named for name in sparse):
         raise ArgumentError(
             f"{', '.join(sparse)} has sparse gradients, which have no fixed size; make the module with sparse=False"
@@ -46,6 +63,24 @@ def parameters_of(model: Any) -> dict[str, Any]:
         raise ArgumentError("the model's parameters are on several devices; compress() needs them on one")
     _check_unchanged(model, named.values())
     return named
+
+
+def frozen_parameters(model: Any) -> dict[str, Any]:
+    """The parameters of a DDP model, by name, that it leaves out because they need no gradients."""
+    return {name: p for name, p in _not_ignored(model).items() if not p.requires_grad}
+
+
+def _not_ignored(model: Any) -> dict[str, Any]:
+    # DDP compares the names of ignored parameters with a dot in front of those of the outermost module
+    ignored = {name for name in model.parameters_to_ignore if "." in name}
+    return {name: p for name, p in model.module.named_parameters() if name not in ignored}
+
+
+def uncompiled(model: Any) -> Any:
+    """The module that torch.compile() was given, if ``model`` is what it returned; else ``model``."""
+    while isinstance(model, torch.nn.Module) and "_orig_mod" in model._modules:
+        model = model._orig_mod
+    return model
 
 
 def _check_unchanged(model: Any, parameters: Collection[Any]) -> None:

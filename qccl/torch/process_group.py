@@ -25,6 +25,7 @@ from qccl.arguments import CodecLike, checked_codec, lossiest
 from qccl.codecs import NoCodec
 from qccl.communicator import Communicator
 from qccl.cuda.nccl_id import agreed_id
+from qccl.dynamo import not_traced
 from qccl.errors import ArgumentError, MismatchError
 from qccl.meetings import connect, of_store
 from qccl.torch.groups import ENCODED
@@ -49,6 +50,7 @@ def _exact(name: str) -> Callable[..., Any]:
     return method
 
 
+@not_traced
 class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of torch, which mypy does not read
     """A process group whose gradients are compressed; init_process_group("qccl") makes it.
 
@@ -316,6 +318,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
                 )
 
 
+@not_traced
 class _Work(dist.Work):  # type: ignore[misc]
     """A compressed call of a process group.
 

@@ -42,7 +42,7 @@ class LossScaling:
         except (TypeError, ArithmeticError, ArgumentError) as error:
             raise ArgumentError(
                 f"with lr={lr} and the scaler's factor {scale}, residuals would be scaled by their quotient, which "
-                f"must be a positive number (2**-120 to 2**120); set lr to a positive number or None"
+                f"must be 0 or a positive number (2**-120 to 2**120); set lr to such a number or None"
             ) from error
 
     def keep(self, comm: Communicator, key: str) -> None:

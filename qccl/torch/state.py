@@ -17,10 +17,11 @@ all ranks have alike; both become the mean.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from textwrap import shorten
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,14 +34,30 @@ from qccl.errors import ArgumentError
 from qccl.schedule import Role, Schedule, buffer_name
 from qccl.torch.factors import matrix_shape
 from qccl.torch.groups import ParameterGroup
+from qccl.torch.models import like_in_bucket
 
-__all__ = ["FullState", "forget", "from_saved", "owned_parts", "schedule_of", "to_full", "to_saved"]
+__all__ = [
+    *("FullState", "IncompatibleKeys", "from_saved", "owned_parts", "schedule_of", "take", "to_full"),
+    *("to_saved", "what_fits", "without_choice"),
+]
 
 #: the kinds of state by their names in a schedule, and in a saved state
 _KINDS = {"residual": "residuals", "momentum": "momenta", "factor": "factors"}
 #: of a state of all ranks; that of one rank also says which
 _FULL = {"step", "calls", "lr", "groups", *_KINDS.values()}
 _PLACE = {"rank", "size", "nodes"}
+
+
+class IncompatibleKeys(NamedTuple):
+    """The result of load_state_dict(), with the fields of torch.nn.Module's.
+
+    Attributes:
+        missing_keys: the parameters that keep state, and for which the loaded state had none that fits.
+        unexpected_keys: the parameters whose state does not fit any parameter here.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 class FullState:
@@ -99,17 +116,13 @@ def to_full(
     return full
 
 
-def from_saved(comm: Communicator, groups: Sequence[ParameterGroup], given: Any) -> int:
+def from_saved(comm: Communicator, groups: Sequence[ParameterGroup], given: Any, hint: str = "") -> int:
     """Restore to_saved() of this rank, to_full(), or a list of to_saved() of all ranks of a group; returns the step.
 
-    Raises ArgumentError for anything else, and then changes nothing.
+    Raises ArgumentError for anything else, and then changes nothing; ``hint`` ends the text about other groups.
     """
-    try:
-        state, values = _fitting(comm, groups, given)
-    except ArgumentError:
-        raise
-    except (TypeError, AttributeError, LookupError, ValueError, RuntimeError) as error:
-        raise ArgumentError(f"this is not a state that state_dict() returned ({error!r})") from error
+    with _refusing():
+        state, values = _fitting(comm, groups, given, hint)
     keys = {}
     for group, found in zip(groups, values, strict=True):
         if found:
@@ -121,19 +134,91 @@ def from_saved(comm: Communicator, groups: Sequence[ParameterGroup], given: Any)
     return int(state["step"])
 
 
-def forget(comm: Communicator, groups: Sequence[ParameterGroup]) -> None:
-    """Delete the state of these groups, of those that have any. Every rank must call it alike."""
-    for key in comm.state_dict()["keys"].keys() & {group.key for group in groups}:
-        comm.reset(key)
+def without_choice(given: Any) -> tuple[Any, str]:
+    """A state, or a list of them, without the choice that compress(codec="auto") added, and a hint at that."""
+    states = [given] if isinstance(given, Mapping) else given
+    if not isinstance(states, Sequence) or not all(isinstance(state, Mapping) for state in states):
+        return given, ""
+    if not any("choice" in state for state in states):
+        return given, ""
+    rest = [{key: value for key, value in state.items() if key != "choice"} for state in states]
+    hint = (
+        "; the codecs of this state were chosen by compress(codec='auto'), which is gone: give codecs={...} the codec "
+        "of each parameter in state['groups']"
+    )
+    return rest[0] if isinstance(given, Mapping) else rest, hint
+
+
+def what_fits(groups: Sequence[ParameterGroup], given: Any) -> tuple[Any, IncompatibleKeys]:
+    """A to_full() of other groups as one of these groups, which has zeros where nothing fits.
+
+    The state of a parameter fits if its name, shape, strides, element type and codec are the same. A state of these
+    groups is returned as it is. Raises ArgumentError for states of ranks of other groups.
+    """
+    with _refusing():
+        own = [group.description() for group in groups]
+        states = [given] if isinstance(given, Mapping) else list(given)
+        if all(state["groups"] == own for state in states):
+            return given, IncompatibleKeys([], [])
+        if not isinstance(given, Mapping) or "rank" in given:
+            raise ArgumentError(
+                "strict=False takes a full_state_dict() if parameters or codecs have changed: in the state of a rank, "
+                "the groups of parameters decide which values are errors of sums; load it with the parameters and "
+                "codecs that it was saved with, and save full_state_dict() there"
+            )
+        return _with_zeros(groups, given, own)
+
+
+def _with_zeros(
+    groups: Sequence[ParameterGroup], full: Mapping[str, Any], own: list[dict[str, Any]]
+) -> tuple[dict[str, Any], IncompatibleKeys]:
+    def forms(descriptions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        return {p[0]: repr((each["codec"], each["dtype"], p)) for each in descriptions for p in each["parameters"]}
+
+    here, there = forms(own), forms(full["groups"])
+    found, missing, unexpected = {**full, "groups": own}, dict[str, None](), dict[str, None]()
+    for kind, field in _KINDS.items():
+        needed = {name: like for group in groups for which, _, name, like in _members(group) if which == kind}
+        fits = {name for name in full[field] if name in needed and here[name] == there.get(name)}
+        missing |= dict.fromkeys(name for name in needed if name not in fits)
+        unexpected |= dict.fromkeys(name for name in full[field] if name not in fits)
+        found[field] = {
+            name: full[field][name] if name in fits else torch.zeros(like.shape, dtype=torch.float32, device="cpu")
+            for name, like in needed.items()
+        }
+    return found, IncompatibleKeys([*missing], [*unexpected])
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise ArgumentError for errors that a malformed state leads to."""
+    try:
+        yield
+    except ArgumentError:
+        raise
+    except (TypeError, AttributeError, LookupError, ValueError, RuntimeError) as error:
+        raise ArgumentError(f"this is not a state that state_dict() returned ({error!r})") from error
+
+
+def take(comm: Communicator, group: ParameterGroup, lr: float | None) -> None:
+    """Let the state of a group be as its next call would find it (StateStore.expect)."""
+    schedule = schedule_of(group, comm.rank, comm.nodes)
+    forms = {
+        name: (buffer.size, buffer.dtype)
+        for name, buffer in schedule.buffers.items()
+        if buffer.role is Role.STATE and buffer.dtype is not None
+    }
+    sums = owned_parts(group, comm.rank, comm.nodes)
+    comm._session.state.take(group.key, _owner(group, comm.rank, comm.nodes), forms, lr, sums)
 
 
 def _fitting(
-    comm: Communicator, groups: Sequence[ParameterGroup], given: Any
+    comm: Communicator, groups: Sequence[ParameterGroup], given: Any, hint: str
 ) -> tuple[Mapping[str, Any], list[dict[str, np.ndarray]]]:
     """The state to restore here, and the values of each group in it."""
     states = [given] if isinstance(given, Mapping) else list(given)
     for each in states:
-        _check(each, groups, _FULL if given is each and not _PLACE & given.keys() else _FULL | _PLACE)
+        _check(each, groups, _FULL if given is each and not _PLACE & given.keys() else _FULL | _PLACE, hint)
     place = comm.rank, comm.nodes
     if not isinstance(given, Mapping):
         states = _all_ranks(states)
@@ -246,7 +331,7 @@ def _members(group: ParameterGroup) -> Iterator[tuple[str, str, str, Any]]:
 
 def _factor_of(parameter: Any, group: ParameterGroup) -> Any:
     """A tensor of the form of a parameter's factor Q."""
-    return torch.empty(group.rank, matrix_shape(parameter)[1], device=parameter.device)
+    return torch.empty(group.rank, matrix_shape(parameter)[1], dtype=torch.float32, device=parameter.device)
 
 
 def _values_of(state: Mapping[str, Any], group: ParameterGroup) -> dict[str, np.ndarray]:
@@ -260,8 +345,8 @@ def _values_of(state: Mapping[str, Any], group: ParameterGroup) -> dict[str, np.
 
 
 def _shaped(values: np.ndarray, parameter: Any) -> Any:
-    """Values in the order of the parameter's memory, as a tensor of its shape and strides."""
-    tensor = torch.empty_like(parameter, dtype=torch.float32, device="cpu", requires_grad=False)
+    """Values in the order of a bucket (like_in_bucket), as a tensor of the parameter's shape."""
+    tensor = like_in_bucket(parameter, dtype=torch.float32, device="cpu")
     tensor.as_strided((tensor.numel(),), (1,)).copy_(torch.from_numpy(values))
     return tensor
 
@@ -270,13 +355,13 @@ def _flat(tensor: Any, parameter: Any, what: str) -> np.ndarray:
     """The inverse of _shaped()."""
     if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape or tensor.dtype != torch.float32:
         raise ArgumentError(f"the state's {what} is not a float32 tensor of the shape {tuple(parameter.shape)}")
-    like = torch.empty_like(parameter, dtype=torch.float32, device="cpu", requires_grad=False)
+    like = like_in_bucket(parameter, dtype=torch.float32, device="cpu")
     like.copy_(tensor.detach())
     flat: np.ndarray = like.as_strided((like.numel(),), (1,)).numpy()
     return flat
 
 
-def _check(state: Any, groups: Sequence[ParameterGroup], fields: set[str]) -> None:
+def _check(state: Any, groups: Sequence[ParameterGroup], fields: set[str], hint: str) -> None:
     if not isinstance(state, Mapping) or set(state) != fields:
         raise ArgumentError(
             f"a state is the dict that state_dict() returned, with {', '.join(sorted(_FULL | _PLACE))}, a list of "
@@ -288,7 +373,8 @@ def _check(state: Any, groups: Sequence[ParameterGroup], fields: set[str]) -> No
     if state["groups"] != own:
         raise ArgumentError(
             f"the state belongs to other parameters or codecs: {_difference(state['groups'], own)}; pass the same "
-            f"model and the same arguments to compress(), and with codec='auto:CODEC' a comm with the same profile"
+            f"model and the same arguments as when it was saved, and with codec='auto:CODEC' a comm with the same "
+            f"profile{hint}"
         )
     step = count_of(state["step"], 'the state\'s "step"')
     for kind, name in _KINDS.items():
@@ -306,14 +392,19 @@ def _check(state: Any, groups: Sequence[ParameterGroup], fields: set[str]) -> No
 
 def _difference(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> str:
     """The first difference between the descriptions of groups in a state and here."""
+    theirs, ours = ([p[0] for each in groups for p in each["parameters"]] for groups in (saved, own))
+    lacking, more = [n for n in ours if n not in theirs], [n for n in theirs if n not in ours]
+    if lacking or more:
+        parts = f"it lacks {', '.join(lacking)}" * bool(lacking), f"it also has {', '.join(more)}" * bool(more)
+        return " and ".join(shorten(part, 300) for part in parts if part)
     if len(saved) != len(own):
         return f"it has {len(saved)} groups of parameters, and here there are {len(own)}"
     pairs = enumerate(zip(saved, own, strict=True))
-    number, (theirs, ours) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+    number, (other, mine) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
     for field in ("codec", "dtype"):
-        if theirs[field] != ours[field]:
-            return f"the {field} of its group {number} is {theirs[field]}, and here it is {ours[field]}"
-    both = zip_longest(theirs["parameters"], ours["parameters"])
+        if other[field] != mine[field]:
+            return f"the {field} of its group {number} is {other[field]}, and here it is {mine[field]}"
+    both = zip_longest(other["parameters"], mine["parameters"])
     shown = next(([_shown(each) for each in pair] for pair in both if pair[0] != pair[1]), ["more fields", "has none"])
     return f"its group {number} has {shown[0]}, and the group here {shown[1]} in its place"
 

@@ -38,6 +38,8 @@ class Group(ABC):
         is_threaded: any thread may use it (one at a time), whatever other threads do with the library underneath.
         can_regroup: the ranks that are left after a loss can make another group.
         hardware: on CUDA, the GPUs of all ranks and the version of NCCL; empty on the host.
+        engine: the engine that uses this transport; None: no engine does yet.
+        made: the transport of the latest group that split() or regroup() made, or is making.
     """
 
     name: str
@@ -49,6 +51,8 @@ class Group(ABC):
     is_threaded: bool = True
     can_regroup: bool = False
     hardware: str = ""
+    engine: Any = None
+    made: Group | None = None
 
     @property
     def carriers(self) -> tuple[str, ...]:

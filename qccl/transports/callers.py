@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from typing import Generic, Protocol, TypeVar
 
 from qccl.transports import descriptors
-from qccl.transports.relayed import RelayListener
 from qccl.transports.sockets import BACKLOG, seats, send_at_once
 from qccl.transports.strangers import report
 
@@ -55,7 +54,7 @@ _C = TypeVar("_C", bound=Caller)
 class Callers(ABC, Generic[_C]):
     """The connections to a listening socket, which belongs to this object. Subclasses say what callers may say."""
 
-    def __init__(self, server: socket.socket | RelayListener) -> None:
+    def __init__(self, server: socket.socket) -> None:
         self._server = server
         self._unknown: dict[_C, None] = {}  # the oldest first
         self._known: dict[_C, None] = {}

@@ -15,10 +15,9 @@ import time
 from typing import Any, NamedTuple
 
 from qccl.transports.messages import MOST_NBYTES, encode, parse
-from qccl.transports.relayed import Ways
 from qccl.transports.secret import derive
 from qccl.transports.secure_socket import Connection, SecureSocket
-from qccl.transports.sockets import LONGEST_SECONDS
+from qccl.transports.sockets import LONGEST_SECONDS, connect
 from qccl.transports.strangers import NotARank
 
 __all__ = ["ANSWER_SECONDS", "CONNECT_SECONDS", "TLS_NONCE", "Channel", "Keys", "call", "frame"]
@@ -159,13 +158,13 @@ def _checksum(content: bytes, seal: bytes = b"") -> bytes:
     return hashlib.blake2b(content, digest_size=16, key=seal, person=b"qccl message").digest()
 
 
-def call(place: tuple[str, int], until: float, keys: Keys, ways: Ways, *, is_sealed: bool = False) -> Channel:
+def call(place: tuple[str, int], until: float, keys: Keys, *, is_sealed: bool = False) -> Channel:
     """A connection. Raises ConnectionRefusedError if nobody listens, another OSError if the machine does not answer.
 
     It is encrypted if there are ``keys``, unless its only message will be a sealed one.
     """
     left = max(0.01, until - time.monotonic())
-    connection = ways.connect(place, min(left, CONNECT_SECONDS))
+    connection = connect(place, min(left, CONNECT_SECONDS))
     if keys.tls and not is_sealed:
         return Channel(SecureSocket(connection, keys.tls, is_server=False), keys.seal, is_caller=True)
     return Channel(connection, keys.seal, is_caller=True)

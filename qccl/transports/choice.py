@@ -1,6 +1,7 @@
-"""Which transport the ranks use on the host, where MPI did not start them: a function of what each of them offers.
+"""Which transport the ranks use on the host.
 
-All ranks know all offers, and so decide the same.
+Where MPI started the ranks, each one decides alone whether MPI carries the bytes: refusal_of_mpi(). Otherwise the ranks
+meet, and choose(): all of them know all offers, and so decide the same.
 
 - All ranks on one machine: UCX, otherwise gloo, otherwise wan, unencrypted over the loopback interface.
 - On several machines, with a token: wan, because a token says that the network between them is not trusted.
@@ -12,18 +13,36 @@ QCCL_INSECURE=1 on all ranks, and then encrypts nothing. With a token it always 
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from qccl.errors import EngineError, MismatchError
+from qccl.errors import ArgumentError, EngineError, MismatchError, QcclError
+from qccl.launchers import Launcher
+from qccl.transports import tls
+from qccl.transports.secret import derive, is_insecure, token_key
 from qccl.transports.strangers import printable
+from qccl.transports.topology import memory_id, network_id
 
-__all__ = ["TRUSTED_NETWORK", "Choice", "Offer", "choose", "is_alone"]
+__all__ = [
+    "TRANSPORTS",
+    "TRUSTED_NETWORK",
+    "Choice",
+    "Offer",
+    "choose",
+    "failure",
+    "is_alone",
+    "obstacle",
+    "refusal_of_mpi",
+    "wanted_transport",
+]
 
 TRUSTED_NETWORK = "nothing is encrypted: the network between the machines must be trusted"
 
-_NAMES = ("ucx", "gloo", "wan")
+#: between processes, the first choice first; but where MPI started the ranks, MPI comes before the others
+TRANSPORTS = ("ucx", "mpi", "gloo", "wan")
 _DRAWN = re.compile(r"[0-9a-f]{64}")
 #: characters of a reason, at most
 _MOST_REASON = 1500
@@ -31,6 +50,7 @@ _NEEDS_TOKEN = (
     "between machines wan needs a token, the same on all ranks: qccl-bench token FILE makes one, for QCCL_TOKEN_FILE "
     "or QCCL_TOKEN; or set QCCL_INSECURE=1, and nothing is encrypted"
 )
+_NOT_STARTED = "it did not start the ranks"
 
 
 class Offer(NamedTuple):
@@ -47,6 +67,7 @@ class Offer(NamedTuple):
         host: the name of its machine, for the choice between GPUs and host memory (launch.py), as are the others.
         backend: of init(): "host", "auto", or "cuda" where the program allows nothing else.
         no_gpu: why it cannot use a GPU, whatever the other ranks have; empty: perhaps it can.
+        mpi: as ucx. Ranks that meet do not use it; those that are yet to be started (by qccl-bench) may.
     """
 
     network: str = ""
@@ -62,6 +83,16 @@ class Offer(NamedTuple):
     host: str = ""
     backend: str = ""
     no_gpu: str = ""
+    mpi: str = _NOT_STARTED
+
+    @classmethod
+    def here(cls, wanted: str | None = None, **others: str) -> Offer:
+        """The offer of this process; ``wanted``: see wanted_transport(); ``others``: fields that the caller knows."""
+        found = {name: obstacle(name) for name in TRANSPORTS if name != "mpi"}
+        # where a rank names its network, processes of other machines may join later
+        network = "" if {"QCCL_NET", "UCX_NET_DEVICES"} & os.environ.keys() else network_id()
+        found |= {"network": network, "memory": memory_id(), "no_tls": failure(tls.load_library), **others}
+        return _by_settings(wanted)._replace(**found)
 
     def __repr__(self) -> str:
         return f"Offer of {self.wanted or 'any transport'}"  # drawn is secret
@@ -83,7 +114,7 @@ class Choice(NamedTuple):
     """What the ranks use.
 
     Attributes:
-        name: "ucx", "gloo" or "wan".
+        name: in TRANSPORTS.
         why: in words.
         is_local: all ranks are on one machine, and in one network namespace.
         shares_memory: and they can share memory.
@@ -108,7 +139,7 @@ def choose(offers: Sequence[Offer], who: str) -> Choice:
     is_local = _are_equal(offer.network for offer in offers)
     shares_memory = is_local and _are_equal(offer.memory for offer in offers)
     wanted = {offer.wanted for offer in offers}
-    names = [name for name in _NAMES if wanted == {name}] or _NAMES
+    names = [name for name in TRANSPORTS if wanted == {name}] or TRANSPORTS
     against: list[str] = []
     for name in names:
         found = next(((r, why) for r, each in enumerate(offers) if (why := _reason(each, name, is_local))), None)
@@ -162,3 +193,53 @@ def _reason(offer: Offer, name: str, is_local: bool) -> str:
     if name != "wan" and offer.token and not is_trusted and not offer.wanted:
         return f"it does not encrypt, and the rank has a token; to use it all the same, set QCCL_TRANSPORT={name}"
     return str(getattr(offer, name))
+
+
+def refusal_of_mpi(launcher: Launcher, wanted: str | None = None) -> str:
+    """Why MPI does not carry the bytes of the ranks that ``launcher`` started; nothing if it does.
+
+    The ranks have not met, and so may be on several machines.
+    """
+    if not launcher.is_of_mpi or (launcher.name == "srun" and os.environ.get("MASTER_ADDR")):
+        why = _NOT_STARTED
+    else:
+        why = "" if importlib.util.find_spec("mpi4py") else "mpi4py is not installed"
+    return _reason(_by_settings(wanted)._replace(mpi="" if wanted else why), "mpi", is_local=False)
+
+
+def _by_settings(wanted: str | None) -> Offer:
+    """The part of this process's offer that the program and the user have set."""
+    token = token_key()
+    return Offer(
+        wanted=wanted or wanted_transport() or "",
+        token=derive(token, "check").hex()[:16] if token else "",
+        insecure="1" if is_insecure() else "",
+    )
+
+
+def obstacle(transport: str) -> str:
+    """Why this process cannot use "ucx", "wan" or "gloo"; nothing if it can."""
+    if transport == "wan":
+        return failure(tls.load_library) if token_key() else ""
+    if transport == "gloo":
+        return "" if importlib.util.find_spec("torch") else "PyTorch is not installed"
+    from qccl.transports.ucx import load_library
+
+    return failure(load_library)
+
+
+def failure(find: Callable[[], object]) -> str:
+    """Why ``find`` does not find what it looks for; nothing if it does."""
+    try:
+        find()
+    except QcclError as error:
+        return str(error)
+    return ""
+
+
+def wanted_transport(given: str = "auto") -> str | None:
+    """The transport that the program or, if it has given "auto", QCCL_TRANSPORT names; None: the fastest."""
+    name, wanted = ("transport", given) if given != "auto" else ("QCCL_TRANSPORT", os.environ.get("QCCL_TRANSPORT"))
+    if wanted not in (None, "", "auto", *TRANSPORTS):
+        raise ArgumentError(f"{name}={wanted!r} does not exist; there are auto, {', '.join(TRANSPORTS)}")
+    return None if wanted in ("", "auto") else wanted

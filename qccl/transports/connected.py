@@ -17,7 +17,18 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 from qccl import _host
-from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost, QcclError, forked
+from qccl.errors import (
+    ArgumentError,
+    CollectiveTimeout,
+    EngineError,
+    MismatchError,
+    PeerLost,
+    QcclError,
+    forked,
+    is_own,
+    own,
+    ranks_text,
+)
 from qccl.lifetime import Registry, Stage
 from qccl.transports import descriptors
 from qccl.transports.base import split_groups
@@ -26,8 +37,7 @@ from qccl.transports.messages import Decision, Member, parse_member
 from qccl.transports.native import NativeTransport
 from qccl.transports.network import Network
 from qccl.transports.regroup import MembershipSocket
-from qccl.transports.relayed import Relay
-from qccl.transports.strangers import NotARank
+from qccl.transports.strangers import NotARank, printable
 from qccl.transports.watch import Watch
 
 __all__ = ["ConnectedTransport", "Faults"]
@@ -41,6 +51,8 @@ _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 0.1
 #: of one rank's item in an all-gather
 _MOST_NBYTES = (1 << 31) - 1
+#: in place of a rank's address: the reason why its wire did not start, of so many characters at most, follows
+_REFUSAL, _MOST_REASON = b"!", 1000
 
 
 class Protection(NamedTuple):
@@ -79,6 +91,7 @@ class ConnectedTransport(NativeTransport):
         secret: bytes | None = None,
         encrypts: bool = True,
         progress_hook: Callable[[], object] = lambda: None,
+        maker: ConnectedTransport | None = None,
     ) -> None:
         """Collective: connect the ranks.
 
@@ -87,27 +100,31 @@ class ConnectedTransport(NativeTransport):
         ``is_local`` says that all ranks, and those that join later, are on this machine, and ``shares_memory`` that
         they can share memory; ``is_alone``, that no other rank is on this machine. ``secret``: 32 bytes that the ranks
         alone have. With it the membership sockets are encrypted, and also, unless ``encrypts`` is False, the wire of a
-        transport that can encrypt.
+        transport that can encrypt. ``maker``: the transport whose split() this is.
         """
         protection = Protection(secret, encrypts)
-        with contextlib.ExitStack() as on_failure:
+        refused = descriptors.or_engine_error
+        with refused(f"{self.name} cannot start"), contextlib.ExitStack() as on_failure:
             try:
-                network = Network.towards(master, is_local=is_local, shares_memory=shares_memory, is_alone=is_alone)
-                membership = MembershipSocket(network.own_host(), secret, relay=self._relay())
-                on_failure.callback(membership.close)
-                wire = self._start(network, membership, protection.of_wire)
-            except (EngineError, ArgumentError):
-                gather(b"")  # otherwise the other ranks would wait for this one
+                with refused(f"{self.name} cannot start"):
+                    network = Network.towards(master, is_local=is_local, shares_memory=shares_memory, is_alone=is_alone)
+                    membership = MembershipSocket(*self._listens(network), secret)
+                    on_failure.callback(membership.close)
+                    wire = self._start(network, membership, protection.of_wire)
+            except (EngineError, ArgumentError) as error:
+                with contextlib.suppress(QcclError):  # another rank was told meanwhile, and gave up
+                    gather(_REFUSAL + str(error).encode(errors="replace")[:_MOST_REASON])
                 raise
             on_failure.callback(wire.close, 0)
             member = json.dumps(membership.member(wire.address()))
             notes = gather(f"{descriptors.left()} {member}".encode())
-            if b"" in notes:
-                raise EngineError(f"{self.name} did not start on rank {notes.index(b'')}, whose own error says why")
+            for rank, note in enumerate(notes):
+                if note.startswith(_REFUSAL):
+                    raise EngineError(f"rank {rank}: {printable(note[len(_REFUSAL) :], _MOST_REASON)}")
             members, lefts = zip(*map(_member, range(len(notes)), notes), strict=True)
             self._check_descriptors(network, lefts)
             membership.begin(members)
-            self._connect(wire, membership, network, protection, timeout, progress_hook)
+            self._connect(wire, membership, network, protection, timeout, progress_hook, maker)
             on_failure.pop_all()
 
     @classmethod
@@ -119,9 +136,9 @@ class ConnectedTransport(NativeTransport):
         """
 
     @classmethod
-    def _relay(cls) -> Relay | None:
-        """The relay by which ranks go on that cannot reach each other. Raises ArgumentError, EngineError."""
-        return None
+    def _listens(cls, network: Network) -> tuple[str, Sequence[int]]:
+        """The host at which other ranks reach this one, and the ports at which it may listen; none: any."""
+        return network.own_host(), ()
 
     @classmethod
     @abstractmethod
@@ -140,8 +157,13 @@ class ConnectedTransport(NativeTransport):
         protection: Protection,
         timeout: float,
         progress_hook: Callable[[], object] = lambda: None,
+        maker: ConnectedTransport | None = None,
     ) -> None:
-        """Collective: connect the members of a group, and own the wire, or close it."""
+        """Collective: connect the members of a group, and own the wire, or close it.
+
+        ``maker``: the transport whose split() or regroup() this is.
+        """
+        membership.transport = weakref.ref(self)
         self._own(wire)
         self._network, self._protection = network, protection
         self.membership: MembershipSocket | None = membership
@@ -152,24 +174,29 @@ class ConnectedTransport(NativeTransport):
         self._set_up = 0  # transfers of allgather() so far
         self._exchanged: object = None  # the memory of the last ones
         _open.add(self)
-        descriptors.allow(self.size * max(1, self._connections(network)))
+        if maker is not None:
+            maker.made = self
         try:
-            self._connect_wire([bytes.fromhex(member.worker) for member in membership.members])
+            with descriptors.or_engine_error(f"{self.name} cannot connect rank {self.rank}"):
+                descriptors.allow(self.size * max(1, self._connections(network)))
+                self._connect_wire([bytes.fromhex(member.worker) for member in membership.members])
             self._watch.begin()
             membership.look_at_names(self._watch)
             self._meet(time.monotonic() + timeout, timeout)
             self._set_topology([member.machine for member in membership.members])
             membership.look(self._watch)
             membership.hear()
-        except (RuntimeError, ValueError) as error:  # no network to an address, or none that can be read
-            self.abort(str(error))
-            raise EngineError(self._no_network(str(error))) from error
         except BaseException as error:
-            self.abort(str(error))
+            if maker is not None and maker.engine is not None:
+                maker.engine.give_up(self, error)  # other ranks may have connected
+            else:
+                self.abort(str(error))
+            if isinstance(error, _host.WireError):
+                raise own(EngineError(self._no_network(str(error)))) from error
             raise
 
     def _connect_wire(self, addresses: list[bytes]) -> None:
-        """Connect the wire to the others; ``addresses`` by rank. Raises RuntimeError and ValueError."""
+        """Connect the wire to the others; ``addresses`` by rank. Raises WireError and OSError."""
         self.wire.connect(self.rank, addresses, _weakly(self._find_ended))
 
     def _meet(self, deadline: float, timeout: float) -> None:
@@ -200,7 +227,7 @@ class ConnectedTransport(NativeTransport):
             return [addresses[rank] for rank in groups[color]]
 
         how = self._network._asdict() | self._protection._asdict()
-        return type(self)(gather, timeout, **how, progress_hook=self.progress_hook)
+        return type(self)(gather, timeout, **how, progress_hook=self.progress_hook, maker=self)
 
     @property
     def address(self) -> str:
@@ -224,20 +251,22 @@ class ConnectedTransport(NativeTransport):
             finally:
                 self._end(0)
 
-        formed = self._form(membership, network, self._protection, agree, timeout)
-        self.membership = None  # it belongs to the new transport
-        return formed
+        return self._form(membership, network, self._protection, agree, timeout, self)
 
     def _drive(self) -> None:
         """Deliver what was sent, if the wire is not closed."""
         if not self._gone:
-            with contextlib.suppress(QcclError):  # ranks are lost: the next group is without them
+            try:
                 self.wire.progress(1)
+            except QcclError as error:
+                if not is_own(error):
+                    raise  # ranks are lost, otherwise: the next group is without them
 
     def _member(self) -> MembershipSocket:
         if self._is_fork:
             raise EngineError(forked(self.rank))
-        if self.membership is None:
+        latest = None if self.membership is None else self.membership.transport()
+        if self.membership is None or (latest is not None and latest is not self and not latest._gone):
             raise EngineError("this communicator was closed, or replaced by another one; use that one")
         return self.membership
 
@@ -247,15 +276,17 @@ class ConnectedTransport(NativeTransport):
     ) -> tuple[Self, int]:
         """The transport of the group that has a rank at ``address``, when it grows; with regroup()'s result.
 
-        ``secret`` and ``encrypts`` are the group's.
+        ``secret`` and ``encrypts`` are the group's. ``timeout`` is for all of it, also for the library's start.
         """
-        network = Network.towards(address[0])
-        membership = MembershipSocket(network.own_host(), secret, relay=cls._relay())
+        until = time.monotonic() + timeout
+        with descriptors.or_engine_error(f"{cls.name} cannot start"):
+            network = Network.towards(address[0])
+            membership = MembershipSocket(*cls._listens(network), secret)
 
         def agree(worker: bytes) -> Decision:
             if membership.epoch < 0:
-                return membership.knock(address, worker, timeout)
-            return membership.agree(worker, 0, timeout)
+                return membership.knock(address, worker, timeout, until)
+            return membership.agree(worker, 0, max(0.0, until - time.monotonic()))
 
         try:
             return cls._form(membership, network, Protection(secret, encrypts), agree, timeout)
@@ -271,11 +302,13 @@ class ConnectedTransport(NativeTransport):
         protection: Protection,
         agree: Callable[[bytes], Decision],
         timeout: float,
+        maker: ConnectedTransport | None = None,
     ) -> tuple[Self, int]:
         """Agree on a group and connect it; again without the ranks that are lost meanwhile."""
         deadline = time.monotonic() + 2 * timeout
         while True:
-            wire = cls._start(network, membership, protection.of_wire)
+            with descriptors.or_engine_error(f"{cls.name} cannot start"):
+                wire = cls._start(network, membership, protection.of_wire)
             worker = wire.address()
             try:
                 decision = agree(worker)
@@ -289,9 +322,9 @@ class ConnectedTransport(NativeTransport):
                 continue
             transport = cls.__new__(cls)
             try:
-                transport._connect(wire, membership, network, protection, timeout)
-            except (PeerLost, CollectiveTimeout, EngineError):
-                if time.monotonic() > deadline:
+                transport._connect(wire, membership, network, protection, timeout, membership.check_whole, maker)
+            except QcclError as error:
+                if not is_own(error) or time.monotonic() > deadline:
                     raise
             else:
                 return transport, decision.calls
@@ -306,37 +339,45 @@ class ConnectedTransport(NativeTransport):
         sizes = [struct.unpack("<q", length)[0] for length in lengths]
         for rank, nbytes in enumerate(sizes):
             if not 0 <= nbytes <= _MOST_NBYTES:
-                self.abort("an all-gather failed")
                 raise MismatchError(
                     f"rank {rank} gives {nbytes} bytes to an all-gather; 0 to {_MOST_NBYTES} are allowed"
                 )
         return self._exchange(item, sizes, deadline, timeout)
 
     def _exchange(self, item: bytes, sizes: Sequence[int], deadline: float, timeout: float) -> list[bytes]:
-        """Every rank's ``item``, whose sizes are known."""
+        """Every rank's ``item``, whose sizes are known.
+
+        After an exception the wire is still open: the engine tells the other ranks over it, and then calls abort().
+        """
         self._check_alive()
         mine = ctypes.create_string_buffer(item, max(len(item), 1))
         theirs = [ctypes.create_string_buffer(max(nbytes, 1)) for nbytes in sizes]
-        token = _host.GroupWire.SET_UP
-        self._exchanged = mine, theirs  # kept until the wire is closed if an exception ends this
-        try:
-            for peer in range(self.size):
-                if peer != self.rank:
-                    self.wire.receive(peer, _SET_UP_TAG, ctypes.addressof(theirs[peer]), sizes[peer], token, 0)
-                    self.wire.send(peer, _SET_UP_TAG, ctypes.addressof(mine), len(item), token)
-                    self._set_up += 2
-            idle = 0
-            while self.wire.set_up_completed < self._set_up:
-                self.wire.progress(idle)
-                if time.monotonic() > deadline:
-                    raise CollectiveTimeout(f"not every rank came to an all-gather within {timeout} s")
-                self.progress_hook()
-                idle += 1
-        except QcclError as error:
-            self.abort(str(error))
-            raise  # after any other exception the engine first tells the other ranks, over this wire
+        arrived = (ctypes.c_int64 * self.size)(*[-1] * self.size)
+        token, idle = _host.GroupWire.SET_UP, 0
+        self._exchanged = mine, theirs, arrived  # kept until the wire is closed if an exception ends this
+        for peer in self._peers():
+            place = ctypes.addressof(arrived) + peer * ctypes.sizeof(ctypes.c_int64)
+            self.wire.receive(peer, _SET_UP_TAG, ctypes.addressof(theirs[peer]), sizes[peer], token, place)
+            self.wire.send(peer, _SET_UP_TAG, ctypes.addressof(mine), len(item), token)
+            self._set_up += 2
+        while self.wire.set_up_completed < self._set_up:
+            self.wire.progress(idle)
+            if time.monotonic() > deadline:
+                silent = [peer for peer in self._peers() if arrived[peer] < 0]
+                what = "answer in an all-gather" if silent else f"all take what rank {self.rank} gave to an all-gather"
+                who = ranks_text(silent or self._peers())
+                raise own(CollectiveTimeout(f"{who} did not {what} within {timeout:.3g} s"))
+            self.progress_hook()
+            idle += 1
+        for peer in self._peers():
+            if arrived[peer] != sizes[peer]:
+                counts = f"{arrived[peer]} bytes to rank {self.rank}, which expected {sizes[peer]}"
+                raise own(MismatchError(f"rank {peer} sent {counts}"))
         theirs[self.rank] = mine
         return [each.raw[:nbytes] for each, nbytes in zip(theirs, sizes, strict=True)]
+
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
 
     def abort(self, reason: str) -> None:
         """Close the wire after a tenth of a second for its last sends; other transfers are cancelled."""
@@ -346,7 +387,8 @@ class ConnectedTransport(NativeTransport):
         """Close the wire after its last sends, and leave the membership: regroup() is not possible any more."""
         self._end(_CLOSE_SECONDS)
         if self.membership is not None:
-            self.membership.close()
+            if self.membership.transport() in (self, None):  # otherwise it belongs to the next group
+                self.membership.close()
             self.membership = None
 
     def _end(self, seconds: float) -> None:
@@ -392,16 +434,16 @@ class Faults:
         self._lost: str | None = None
 
     def __call__(self, rank: int, status: int, reason: str, peer: int, lost: bool, got: int, expected: int) -> None:
-        """Raise the error of a fault (see _host.pyi)."""
+        """Raise the error of a fault (WireFault in kernels/engine/group_wire.h)."""
         if lost:
             why = reason or self._text(status)
             self._lost = self._lost or self._who_was_lost(rank, peer, why)  # every later use raises it, too
-            raise PeerLost(self._lost)
+            raise own(PeerLost(self._lost))
         if status:
-            raise EngineError(f"{self._library}: {self._text(status)}", code=status)
+            raise own(EngineError(f"{self._library}: {self._text(status)}", code=status))
         if peer >= 0:
-            raise MismatchError(f"rank {peer} sent {got} bytes to rank {rank}, which expected {expected}")
-        raise EngineError("this transport was closed or given up; make another communicator")
+            raise own(MismatchError(f"rank {peer} sent {got} bytes to rank {rank}, which expected {expected}"))
+        raise own(EngineError("this transport was closed or given up; make another communicator"))
 
     def _who_was_lost(self, rank: int, peer: int, why: str) -> str:
         ended = self._membership.find_ended(peer)

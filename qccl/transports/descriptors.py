@@ -1,11 +1,17 @@
-"""The process's file descriptors: a rank needs one for each TCP connection to another rank."""
+"""The process's file descriptors, one for each TCP connection to another rank, and what else the system may refuse."""
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["allow", "exhausted", "left", "shortage"]
+from qccl.errors import EngineError, QcclError, own
+
+__all__ = ["allow", "exhausted", "left", "or_engine_error", "shortage"]
 
 #: beside one for each rank: the library's own, and those that the program opens meanwhile
 _SPARE = 5
@@ -15,7 +21,10 @@ _FEW = 4
 
 
 def _open() -> int:
-    return len(os.listdir("/proc/self/fd")) - 1  # without the one that lists them
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1  # without the one that lists them
+    except OSError:  # there is none for that one
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def left() -> int:
@@ -43,13 +52,32 @@ def shortage(ranks: int, found: int) -> str:
     )
 
 
-def exhausted() -> str:
-    """That this process has no descriptor left; nothing if it has some."""
+def exhausted(few: int = _FEW) -> str:
+    """That this process has only ``few`` descriptors left; nothing if it has more."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        used = _open()
-    except OSError:
-        used = soft  # to list them takes one
-    if soft == resource.RLIM_INFINITY or used + _FEW < soft:
+    used = _open()
+    if soft == resource.RLIM_INFINITY or used + few < soft:
         return ""
     return f"EMFILE (too many open files): {used} of the {soft} descriptors that ulimit -n allows are open; raise it"
+
+
+@contextmanager
+def or_engine_error(what: str) -> Iterator[None]:
+    """Raise EngineError, which begins with ``what``, where the system refuses a descriptor, a thread or an address."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, QcclError | TimeoutError):  # of a deadline, perhaps the program's own
+            raise
+        raise own(EngineError(f"{what}: {error}{_remedy(error.errno)}", code=error.errno)) from error
+
+
+def _remedy(number: int | None) -> str:
+    """Advice about an error of the system; empty if the error's text says enough."""
+    if number == errno.EMFILE:
+        return f"; {exhausted(sys.maxsize)}"  # also where closing has made room meanwhile
+    if number == errno.ENFILE:
+        return "; the machine has no descriptor left: end other programs, or raise fs.file-max"
+    if number == errno.EAGAIN:
+        return "; allow the process more threads: see ulimit -u, and pids.max of its container"
+    return ""

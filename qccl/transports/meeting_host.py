@@ -29,7 +29,6 @@ from qccl.transports.meeting_messages import (
     message,
     proof,
 )
-from qccl.transports.relayed import RelayListener
 from qccl.transports.secure_socket import Connection, SecureSocket
 from qccl.transports.sockets import LONGEST_SECONDS
 from qccl.transports.strangers import NotARank
@@ -44,6 +43,9 @@ _MOST_NBYTES = HELLO_NBYTES + NOTE_NBYTES + 1
 _PATIENCE_SECONDS = 2.0
 _PROOF_SECONDS = 2.0
 RETRY_SECONDS = 0.05
+#: the first bytes of a caller that speaks TLS, as ranks with a token do
+_TLS = b"\x16\x03"
+_SAME_TOKEN = ": set the same QCCL_TOKEN on all ranks, or on none"
 #: when all ranks are there, those that proved themselves longer ago do so once more before the answer is made
 _FRESH_SECONDS = 1.0
 
@@ -91,7 +93,7 @@ class MeetingHost(Callers[_Caller]):
     """
 
     def __init__(
-        self, server: socket.socket | RelayListener, note: bytes, size: int, number: int, job: bytes, key: bytes | None
+        self, server: socket.socket, note: bytes, size: int, number: int, job: bytes, key: bytes | None
     ) -> None:
         super().__init__(server)
         self.met: dict[int, Connection] = {}
@@ -209,7 +211,7 @@ class MeetingHost(Callers[_Caller]):
         except BlockingIOError:
             return
         except NotARank as stranger:
-            self._why = "; rank 0 dropped a caller that does not have its token (QCCL_TOKEN)"
+            self._why = f"; rank 0 dropped a caller that does not have its token{_SAME_TOKEN}"
             return self.drop(caller, str(stranger))
         except OSError:
             found = b""
@@ -239,6 +241,8 @@ class MeetingHost(Callers[_Caller]):
         try:
             refusal = hello.refusal(self._size, self._number, self._job)
         except ValueError:
+            if caller.received.startswith(_TLS):
+                self._why = f"; rank 0 has no token, and a caller seems to have one{_SAME_TOKEN}"
             return self.drop(caller, "it speaks another protocol")
         if refusal is not None:
             return self._refuse(caller, *refusal)

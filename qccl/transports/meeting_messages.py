@@ -38,7 +38,7 @@ __all__ = [
 NOTE_NBYTES = 64 << 10
 _REASON_NBYTES = 4096
 _MAGIC = b"qccl/rdv"
-_VERSION = 6
+_VERSION = 7
 #: magic, version, rank, size, number of the meeting, job, process, note's length
 _HELLO = struct.Struct("<8sIIII16s8sI")
 HELLO_NBYTES = _HELLO.size

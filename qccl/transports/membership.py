@@ -48,6 +48,8 @@ __all__ = ["RETRY_SECONDS", "Action", "Agreement", "Membership", "Own", "expect"
 RETRY_SECONDS = 0.05
 #: after a machine did not answer
 _FAR_SECONDS = 1.0
+#: after a leader did not answer: an exception there may have lost a call or a message. It doubles with each call
+_UNANSWERED_SECONDS = 2.0
 #: how much longer than its coordinator a rank waits
 _MARGIN_SECONDS = 5.0
 
@@ -174,6 +176,8 @@ class Agreement:
         self._silent: set[int] = set()
         self._call_at: float | None = None  # when the leader, or the missing ranks, are called again
         self._is_greeted = False  # by the leader
+        self._again_at: float | None = None  # when the leader is called again if it has not answered
+        self._patience = _UNANSWERED_SECONDS
         self._joined: dict[int, tuple[Hashable, Any]] = {}  # channel and first message
         self._probes: set[int] = set()  # missing ranks that were called
         self._asked: set[Hashable] = set()  # callers that were asked for the decision that this rank has missed
@@ -250,8 +254,12 @@ class Agreement:
                 self._act("close", self._leader)
                 self._follow_next(now)
             elif self._call_at is not None and now >= self._call_at:
-                self._call_at = None
+                self._call_at, self._again_at = None, now + self._patience
                 self._act("call", self._leader)
+            elif self._again_at is not None and now >= self._again_at:
+                self._patience, self._again_at = 2 * self._patience, None
+                self._act("close", self._leader)
+                self._call_at, self._is_greeted = now, False
         elif self._phase:
             if self._awaited and now > self._answer_by:
                 self._begin_again(now)
@@ -273,6 +281,7 @@ class Agreement:
     def _follow_next(self, now: float) -> None:
         self._leader += 1
         self._until, self._call_at, self._is_greeted = now + self._timeout, None, False
+        self._again_at, self._patience = now + _UNANSWERED_SECONDS, _UNANSWERED_SECONDS
         if self._leader < self._rank:
             self._act("call", self._leader)
 
@@ -288,6 +297,7 @@ class Agreement:
                     me.promised = number + 1, leader
                 self._act("send", leader, **self._hello("join", leader, message["nonce"]))
             case "wait":
+                self._again_at = None
                 self._until = max(self._until, now + message["seconds"] + _MARGIN_SECONDS)
             case "stranger":
                 self._act("close", leader)

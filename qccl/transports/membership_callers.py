@@ -11,7 +11,6 @@ from typing import Any
 
 from qccl.transports.callers import NO_ROOM, Callers
 from qccl.transports.channel import ANSWER_SECONDS, TLS_NONCE, Channel, Keys
-from qccl.transports.relayed import RelayListener
 from qccl.transports.secure_socket import SecureSocket
 from qccl.transports.sockets import seats
 from qccl.transports.strangers import NotARank, report
@@ -80,7 +79,7 @@ class MembershipCallers(Callers[MembershipCaller]):
     nonce is sent.
     """
 
-    def __init__(self, server: socket.socket | RelayListener, id: str, keys: Keys) -> None:
+    def __init__(self, server: socket.socket, id: str, keys: Keys) -> None:
         super().__init__(server)
         self._id, self._keys = id, keys
 

@@ -40,7 +40,7 @@ if _finalizes:
 
 from mpi4py import MPI  # noqa: E402
 
-from qccl import _host  # noqa: E402
+from qccl import _host, threads  # noqa: E402
 from qccl.errors import (  # noqa: E402
     ArgumentError,
     CollectiveTimeout,
@@ -269,7 +269,7 @@ class MpiTransport(NativeTransport):
                 found.append(error)
 
         thread = threading.Thread(target=shrink, name="qccl shrink", daemon=True)  # MPI's function has no deadline
-        thread.start()
+        threads.start(thread)
         thread.join(timeout)
         if not found:
             raise CollectiveTimeout(f"MPI's Comm.Shrink() did not end in {timeout} s; end the ranks that are stopped")

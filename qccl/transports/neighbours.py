@@ -94,7 +94,7 @@ class Neighbours:
         if isinstance(wire, _host.MixedWire):
             try:
                 wire.reach([found.get(rank, b"") for rank in range(self._size)])
-            except RuntimeError as error:
+            except _host.WireError as error:
                 _log.warning("the ranks of this machine exchange their messages over TCP: UCX does not reach %s", error)
                 found = {}
         return b"".join(b"1" if found.get(rank) else b"0" for rank in range(self._size))

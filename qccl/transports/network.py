@@ -12,7 +12,7 @@ from typing import NamedTuple
 from qccl.errors import ArgumentError
 from qccl.transports.sockets import is_loopback
 
-__all__ = ["LOOPBACK", "Network"]
+__all__ = ["LOOPBACK", "Network", "own_address"]
 
 LOOPBACK = "lo"
 _SIOCGIFADDR = 0x8915
@@ -59,6 +59,20 @@ class Network(NamedTuple):
         own = _address_towards(host)
         # the loopback interface leads to this machine, whose name is known
         return own if own and not is_loopback(own) else host
+
+
+def own_address(network: Network, known: str | None = None) -> str | None:
+    """The number of this machine's address for gloo; None: unknown, or gloo finds it by GLOO_SOCKET_IFNAME.
+
+    A name would not do: in Debian's /etc/hosts a machine's own name is 127.0.1.1. ``known``: the address at which
+    another machine has reached this one.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return None
+    if not network.is_local and not _wanted_interface() and known:
+        return known
+    found = _address_towards(network.own_host())
+    return found if found and (network.is_local or not is_loopback(found)) else None
 
 
 def _wanted_interface() -> str:

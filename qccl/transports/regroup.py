@@ -7,19 +7,20 @@ to send. The socket stays for as long as the process is in a group, and is how o
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from qccl.errors import CollectiveTimeout
+from qccl.errors import CollectiveTimeout, PeerLost, QcclError, own
 from qccl.transports.channel import ANSWER_SECONDS, CONNECT_SECONDS, Channel, Keys, call
 from qccl.transports.membership import RETRY_SECONDS, Action, Agreement, Membership, Own, expect
 from qccl.transports.membership_callers import MembershipCaller, MembershipCallers
 from qccl.transports.messages import Decision, Member
-from qccl.transports.relayed import Relay, Ways
-from qccl.transports.sockets import listen, place_text
+from qccl.transports.sockets import listen_at, place_text
+from qccl.transports.topology import machine
 from qccl.transports.watch import Watch, is_free, make_greeting
 
 __all__ = ["MembershipSocket"]
@@ -28,20 +29,24 @@ _NAP_SECONDS = 0.005
 
 
 class MembershipSocket(Membership):
-    """One process in its group, with its listening socket."""
+    """One process in its group, with its listening socket.
 
-    def __init__(self, host: str, secret: bytes | None = None, *, relay: Relay | None = None) -> None:
-        """``host``: the address of this machine, as the others reach it; if it is a number, no other is listened at.
+    Attributes:
+        transport: returns the transport of the latest group; None: no group was made, or its transport is gone.
+    """
 
-        ``secret``: the job's 32 bytes, without which nobody is heard. ``relay``: by which processes call it that cannot
-        reach it; it needs a secret.
+    transport: Callable[[], Any] = staticmethod(lambda: None)
+
+    def __init__(self, host: str, ports: Sequence[int] = (), secret: bytes | None = None) -> None:
+        """``host``: the address at which the others reach this process; see listen().
+
+        ``ports``: those at which it may listen; none: any. ``secret``: the job's 32 bytes, without which nobody is
+        heard. Raises OSError if all ports are used.
         """
-        server = listen(host)
-        port = int(server.getsockname()[1])
-        super().__init__(os.urandom(16).hex(), host, port)
+        server = listen_at(host, ports)
+        super().__init__(os.urandom(16).hex(), host, int(server.getsockname()[1]))
         self._keys = Keys.of(secret)
-        self._ways = Ways(relay, secret, "membership") if relay and secret else Ways()
-        self._callers = MembershipCallers(self._ways.listener(server, (host, port)), self.id, self._keys)
+        self._callers = MembershipCallers(server, self.id, self._keys)
         self._reached: set[str] = set()  # ids of processes
         self._agrees = False
 
@@ -69,36 +74,43 @@ class MembershipSocket(Membership):
         """Drop those who only looked."""
         self._callers.hear()
 
+    def check_whole(self) -> None:
+        """While this group is connected: raise PeerLost if one of its ranks asks for the next one already.
+
+        A process that has missed that it is in the group hears it again.
+        """
+        self.hear()
+        self._tell_newcomers()
+        for caller in self._callers:
+            message = caller.inbox[0]
+            if message["kind"] not in ("join", "probe"):
+                continue
+            ranks = [rank for rank, each in enumerate(self.members) if each.id == message["member"].id]
+            if not ranks:
+                continue
+            if message["epoch"] == self.epoch:
+                raise own(PeerLost(f"rank {ranks[0]} gave up while the group was made"))
+            if message["epoch"] < self.epoch:
+                self._callers.dismiss(caller, **self.told(message["member"].id))
+
     def call(self, member: Member, until: float, *, is_sealed: bool = False) -> Channel:
         """A connection to a process. Raises ConnectionRefusedError if it has ended, else another OSError.
 
         A refusal counts as in watch.py, which says what remains undecidable. A rank behind a firewall that refuses is
-        silent to those whom it does not call itself. Where there is a relay, an address of this machine may be that of
-        another one in a network of its own. ``is_sealed``: for a message that must not wait for an answer.
+        silent to those whom it does not call itself. ``is_sealed``: for a message that must not wait for an answer.
         """
-        place = member.host, member.port
-        ways = Ways() if member.id in self._reached else self._ways
         try:
-            channel = call(place, until, self._keys, ways, is_sealed=is_sealed)
+            channel = call((member.host, member.port), until, self._keys, is_sealed=is_sealed)
         except ConnectionRefusedError as error:
-            if (
-                member.id in self._reached
-                or (self._ways.relay is None and is_free(*place))
-                or self._ways.has_ended(place)
-            ):
+            if member.id in self._reached or _has_left_port(member):
                 raise
             raise ConnectionAbortedError("refused, perhaps by a firewall") from error
-        if not ways.needs_relay(place):
-            self._reached.add(member.id)
+        self._reached.add(member.id)
         return channel
 
-    def has_ended(self, rank: int, *, is_relayed: bool) -> bool:
-        """Whether a rank's process has ended, without waiting for an answer from itself.
-
-        Known of a process of this machine, and of one that is reached by the relay (``is_relayed``).
-        """
-        place = self.members[rank].host, self.members[rank].port
-        return self._ways.has_ended(place) if is_relayed else is_free(*place)
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank's process is known to have ended, without a call: it was on this machine."""
+        return _has_left_port(self.members[rank])
 
     def inform(self, processes: Iterable[Member], message: dict[str, Any]) -> list[Member]:
         """Send a decision to processes that it leaves out; returns those that are out of reach."""
@@ -160,16 +172,24 @@ class MembershipSocket(Membership):
         finally:
             self._agrees = False
 
-    def knock(self, address: tuple[str, int], worker: bytes, timeout: float) -> Decision:
-        """The group that has a member at ``address``, when it has taken in this process. Raises CollectiveTimeout."""
-        deadline = time.monotonic() + timeout
+    def knock(self, address: tuple[str, int], worker: bytes, timeout: float, deadline: float = math.inf) -> Decision:
+        """The group that has a member at ``address``, when it has taken in this process.
+
+        ``deadline``: a time.monotonic() before the timeout's end. Raises CollectiveTimeout.
+        """
+        deadline = min(deadline, time.monotonic() + timeout)
         while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), call(address, deadline, self._keys, self._ways) as channel:
-                nonce = expect(channel.receive(deadline), "challenge")["nonce"]
-                channel.send({"kind": "knock", "nonce": nonce, "member": self.member(worker)})
-                decision = self.checked(expect(channel.receive(deadline), "decided")["decided"])
-                if any(member.id == self.id for member in decision.members):
-                    return self._adopt(decision)
+            decision = None
+            try:
+                with call(address, deadline, self._keys) as channel:
+                    nonce = expect(channel.receive(deadline), "challenge")["nonce"]
+                    channel.send({"kind": "knock", "nonce": nonce, "member": self.member(worker)})
+                    decision = self.checked(expect(channel.receive(deadline), "decided")["decided"])
+            except OSError as error:
+                if isinstance(error, QcclError):
+                    raise  # of the program, in a signal's handler
+            if decision is not None and any(member.id == self.id for member in decision.members):
+                return self._adopt(decision)
             time.sleep(RETRY_SECONDS)
         raise CollectiveTimeout(
             f"no group took this process in at {place_text(address)} within {timeout} s; the address must be "
@@ -186,13 +206,23 @@ class MembershipSocket(Membership):
 
     def _adopt(self, decision: Decision) -> Decision:
         if self.adopt(decision):
-            members = {member.id for member in decision.members}
-            until = time.monotonic() + ANSWER_SECONDS
-            for caller, message in self._knocks():
-                if message["member"].id in members:
-                    self._callers.dismiss(caller, until - time.monotonic(), **self.told(message["member"].id))
+            self._callers.hear()
+            self._tell_newcomers()
         _ = self.rank  # raises
         return self.latest
+
+    def _tell_newcomers(self) -> None:
+        """Tell the processes that wait to join that the group has them."""
+        members = {member.id for member in self.members}
+        until = time.monotonic() + ANSWER_SECONDS
+        for caller, message in self._callers.knocks():
+            if message["member"].id in members:
+                self._callers.dismiss(caller, until - time.monotonic(), **self.told(message["member"].id))
+
+
+def _has_left_port(member: Member) -> bool:
+    """Whether a process of this machine does not listen any more: others may have this machine's address behind NAT."""
+    return member.machine == machine() and is_free(member.host, member.port)
 
 
 class _Driver:
@@ -230,7 +260,20 @@ class _Driver:
             try:
                 self._do(action)
             except OSError:
-                self._agreement.lost(action.channel, time.monotonic())
+                self._lose(action)
+
+    def _lose(self, action: Action) -> None:
+        """A connection has failed, or a signal's handler has raised such an error, perhaps after the message was sent.
+
+        So the connection is closed: the rank at its other end would otherwise wait for what follows.
+        """
+        if action.do == "inform":  # its own errors are caught there
+            self._agreement.actions.insert(0, action)
+            return
+        channel = self._channels.pop(action.channel, action.channel)
+        if isinstance(channel, Channel):
+            channel.close()
+        self._agreement.lost(action.channel, time.monotonic())
 
     def _do(self, action: Action) -> None:
         do, channel, message = action

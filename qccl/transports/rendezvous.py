@@ -35,15 +35,16 @@ from qccl.transports.meeting_messages import (
     receive_message,
     stranger,
 )
-from qccl.transports.relayed import Relay, Ways
 from qccl.transports.secure_socket import Connection, SecureSocket
-from qccl.transports.sockets import host_of, is_host, listen, place_text
+from qccl.transports.sockets import connect, host_of, is_host, is_loopback, listen, own_end, place_text
 from qccl.transports.strangers import NotARank, printable
 from qccl.transports.timed import send
 
 __all__ = ["PORT_OFFSET", "Rendezvous", "meeting_place"]
 
 PORT_OFFSET = 17
+#: between two questions for the address of a name, so that many ranks do not overload a name service
+_NAME_SECONDS = 0.5
 
 #: a process numbers its meetings for each place, size and job, so that a rank ahead of the others does not take part in
 #: their meeting
@@ -91,18 +92,15 @@ class Rendezvous:
         *,
         is_local: bool = False,
         key: bytes | None = None,
-        relay: Relay | None = None,
     ) -> None:
         """``place`` is host and port of rank 0; ``is_local`` says that all ranks are on this machine.
 
         Ranks of another ``job`` or size are told to go, and those of another meeting (their number with this place,
         size and job in the process) to wait. ``key``: 32 bytes that the ranks alone have, for TLS.
-        ``relay``: by which ranks come that cannot reach rank 0; it needs a key, and the same ``place`` on all ranks.
         """
         self._connections: dict[int, Connection] = {}  # on rank 0 to the others, on the others to rank 0
         self._rank, self._size, self._place, self._job = rank, size, place, job.encode()
         self._is_local, self._key = is_local, key
-        self._ways = Ways(relay, key, f"meeting {size} {job}") if relay and key else Ways()
         self._number = 0  # before the first gather
         self._name = (place, size, job)
 
@@ -119,6 +117,14 @@ class Rendezvous:
         """End the connections. Idempotent."""
         while self._connections:
             self._connections.popitem()[1].close()
+
+    def own_address(self) -> str | None:
+        """The number of the address at which rank 0 and a rank of another machine have reached each other, of this end.
+
+        None: all ranks came over the loopback interface, or the ranks have not met.
+        """
+        found = (own_end(each.fileno()) for each in self._connections.values())
+        return next((each for each in found if not is_loopback(each)), None)
 
     def gather(self, note: bytes, timeout: float) -> list[bytes]:
         """Collective: the notes of all ranks, in rank order.
@@ -147,12 +153,11 @@ class Rendezvous:
         """The first gather."""
         how = self._number, self._job, self._key
         if self._rank:
-            call = _Call(self._rank, note, self._size, self._place, *how, self._ways)
+            call = _Call(self._rank, note, self._size, self._place, *how)
             notes, self._connections[0] = call.ask(deadline, timeout)
             return notes
         descriptors.allow(self._size)
-        server = self._ways.listener(_listen(self._place, self._is_local), self._place)
-        with MeetingHost(server, note, self._size, *how) as host:
+        with MeetingHost(_listen(self._place, self._is_local), note, self._size, *how) as host:
             notes = host.serve(deadline, timeout)
             self._connections = host.met
             return notes
@@ -235,13 +240,12 @@ class _Call:
         number: int,
         job: bytes,
         key: bytes | None,
-        ways: Ways,
     ) -> None:
-        self._ways = ways
         self._hello = Hello.of(rank, size, number, job, os.urandom(8), len(note)).pack() + note
         self._size, self._place, self._job, self._key = size, place, job, key
         self._where = place_text(place)
         self._hint = ""  # what may be wrong where rank 0 ends connections
+        self._unresolved = ""  # why the last try has not found rank 0's address
 
     def ask(self, deadline: float, timeout: float) -> tuple[list[bytes], Connection]:
         """All ranks' notes, and the connection to rank 0."""
@@ -262,31 +266,31 @@ class _Call:
                     server.close()
                     raise
                 server.close()
-            except socket.gaierror as error:
-                if self._ways.relay is None:  # otherwise it may be a name in rank 0's own network
-                    raise PeerLost(
-                        f"the address of rank 0, {self._place[0]!r}, cannot be found ({error}); see MASTER_ADDR"
-                    ) from error
             except NotARank as error:
                 raise EngineError(
                     f"what answers at {self._where} does not have this rank's token, or is not rank 0 of this job: set "
                     f"the same QCCL_TOKEN on all ranks"
                 ) from error
-            except OSError as error:  # nobody listens yet
-                if by_relay := getattr(error, "__notes__", None):
-                    self._hint = "".join(f"; {note}" for note in by_relay)
-            time.sleep(min(RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
+            except OSError as error:  # nobody listens yet, or the name does not exist yet
+                self._unresolved = str(error) if isinstance(error, socket.gaierror) else ""
+            nap = _NAME_SECONDS if self._unresolved else RETRY_SECONDS
+            time.sleep(min(nap, max(0.0, deadline - time.monotonic())))
 
     def _why_not(self, timeout: float, has_met: bool) -> str:
         if has_met:
             return f"rank 0 was met at {self._where}, but not every rank came there within {timeout} s"
+        if self._unresolved:
+            return (
+                f"the address of rank 0, {self._place[0]!r}, cannot be found ({self._unresolved}), and was not for "
+                f"{timeout} s; see MASTER_ADDR"
+            )
         return (
             f"rank 0 did not answer at {self._where} within {timeout} s; check MASTER_ADDR, and that the port is not "
             f"closed by a firewall (QCCL_PORT chooses another)"
         )
 
     def _connect(self, seconds: float) -> Connection:
-        connection = self._ways.connect(self._place, seconds)
+        connection = connect(self._place, seconds)
         if not self._key:
             return connection
         self._hint = "; perhaps rank 0 has no token: set the same QCCL_TOKEN on all ranks"

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from qccl.errors import ArgumentError, EngineError
+from qccl.files import reading
 
 __all__ = [
     "NBYTES",
@@ -96,15 +97,14 @@ def _stretch(token: Secret) -> Secret:
 
 
 def read_private(path: Path, source: str, most: int = _MOST_NBYTES) -> str:
-    """The text, of ``most`` bytes, of a file that belongs to this user or to root; nobody else may read or write it.
+    """The text of a file of at most ``most`` bytes.
 
-    ``source`` names it in errors. Raises ArgumentError.
+    The file belongs to this user or to root, and nobody else may read or write it. ``source`` names it in errors.
+    Raises ArgumentError.
     """
     try:
-        with path.open("rb") as file:
+        with reading(path, most, name=source) as file:
             found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise ArgumentError(f"{source} is not a file")
             if found.st_uid not in (0, os.geteuid()):
                 raise ArgumentError(f"{source} belongs to another user; {_ADVICE}")
             if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):

@@ -6,8 +6,10 @@ import contextlib
 import errno
 import ipaddress
 import os
+import random
 import resource
 import socket
+from collections.abc import Sequence
 
 __all__ = [
     "BACKLOG",
@@ -20,6 +22,8 @@ __all__ = [
     "is_host",
     "is_loopback",
     "listen",
+    "listen_at",
+    "own_end",
     "place_text",
     "seats",
     "send_at_once",
@@ -85,6 +89,12 @@ def connect(place: Place, timeout: float) -> socket.socket:
     return connection
 
 
+def own_end(descriptor: int) -> str:
+    """The number of the address of this end of a TCP connection."""
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        return str(connection.getsockname()[0]).removeprefix("::ffff:")
+
+
 def send_at_once(connection: socket.socket) -> None:
     """Let no message wait until the one before is acknowledged, which takes a round trip (Nagle's algorithm)."""
     with contextlib.suppress(OSError):
@@ -145,6 +155,20 @@ def listen(host: str = "", port: int = 0, *, is_local: bool = False) -> socket.s
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
     return socket.create_server(("", port), backlog=BACKLOG)
+
+
+def listen_at(host: str, ports: Sequence[int], *, is_local: bool = False) -> socket.socket:
+    """Listen at one of ``ports``, or at any port if there are none; see listen(). Raises OSError if all are used."""
+    if not ports:
+        return listen(host, is_local=is_local)
+    for port in random.sample(ports, len(ports)):  # ranks that start together try different ones
+        with contextlib.suppress(OSError):
+            return listen(host, port)
+    raise OSError(
+        errno.EADDRINUSE,
+        f"all ports from {min(ports)} to {max(ports)} are used; give UCX_TCP_PORT_RANGE or QCCL_WAN_ADVERTISE two for "
+        f"each communicator of each rank of this machine, and two more",
+    )
 
 
 def _check_host(host: str) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from qccl.machine_name import machine_name
 from qccl.transports.base import numbered
 
 __all__ = ["Topology", "find_topology", "machine", "memory_id", "network_id"]
@@ -25,7 +25,7 @@ class Topology(NamedTuple):
 
 def machine() -> str:
     """This process's machine and network namespace: 64 hexadecimal digits, of which the first half is the machine's."""
-    return _digest(f"{socket.gethostname()} {_boot()}") + _digest(str(_network()))
+    return _digest(f"{machine_name()} {_boot()}") + _digest(str(_network()))
 
 
 def _digest(text: str) -> str:

@@ -31,12 +31,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from qccl import threads
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost
 from qccl.lifetime import Registry, Stage
 from qccl.transports.base import Transport, split_groups
 from qccl.transports.topology import find_topology, machine
 
-__all__ = ["TorchTransport", "backend_of", "bytes_at", "keep_alive"]
+__all__ = ["TorchTransport", "backend_of", "bytes_at", "connect_gloo", "keep_alive"]
 
 #: gloo's own deadlines: none for transfers, and so much later than qccl's for collectives
 _NEVER = timedelta(days=20)
@@ -44,6 +45,10 @@ _LATER_SECONDS = 10.0
 #: time after the connections close in which threads return from gloo; later ones are stuck
 _BACK_SECONDS = 2.0
 _NAP_SECONDS = 1e-3
+#: between two questions to the store, which is one thread for all ranks
+_LONGEST_NAP_SECONDS = 50e-3
+#: seconds for gloo's set-up, at least; and gloo waits for a connection this many times longer than it is told
+_LEAST_SECONDS, _GLOOS_FACTOR = 1.0, 5
 _POLL_SECONDS = 50e-6
 #: how long a lost rank's last messages may arrive after the error that reports the loss, on both sides
 _LAST_WORDS_SECONDS = 0.1
@@ -68,12 +73,25 @@ class TorchTransport(Transport):
     name = "gloo"
 
     def __init__(
-        self, store: Any, rank: int, size: int, timeout: float, progress_hook: Callable[[], object] = lambda: None
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: float,
+        progress_hook: Callable[[], object] = lambda: None,
+        *,
+        own: str | None = None,
+        deadline: float = math.inf,
     ) -> None:
-        """Collective: a group of its own, connected by a store of torch's that nothing else uses."""
+        """Collective: a group of its own, connected by a store of torch's that nothing else uses.
+
+        ``own`` is this machine's address for the other ranks; None: gloo finds it by GLOO_SOCKET_IFNAME, or by the
+        machine's name. ``deadline``: a time.monotonic() before the timeout's end.
+        """
+        deadline = min(deadline, time.monotonic() + timeout)
         self.rank, self.size = rank, size
         self.progress_hook = progress_hook
-        self._store = store
+        self._store, self._own = store, own
         self._splits = 0
         self._gone = False
         self._changed = threading.Condition()  # guards the attributes below
@@ -85,17 +103,22 @@ class TorchTransport(Transport):
         self._timer: threading.Timer | None = None
         self._back_by = math.inf  # time.monotonic() at which await_threads() gives up
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        _await_all(store, rank, size, deadline, timeout, progress_hook)
         try:
-            self.group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+            self.group = connect_gloo(store, rank, size, deadline - time.monotonic(), own)
         except RuntimeError as error:
-            raise CollectiveTimeout(f"gloo did not connect {size} ranks within {timeout} s ({_text(error)})") from error
+            raise CollectiveTimeout(
+                f"gloo did not connect rank {rank}{f', at {own},' if own else ''} with the {size} ranks within "
+                f"{timeout} s ({_text(error)}); QCCL_NET or GLOO_SOCKET_IFNAME chooses the network interface"
+            ) from error
         self.group._set_default_timeout(timedelta(seconds=timeout + _LATER_SECONDS))
         _open.add(self)
-        topology = find_topology(rank, [each.decode() for each in self.allgather(machine().encode(), timeout)])
+        left = max(0.0, deadline - time.monotonic())
+        topology = find_topology(rank, [each.decode() for each in self.allgather(machine().encode(), left)])
         self.local_rank, self.local_size, self.nodes, self.shares_memory = topology
 
     @classmethod
-    def from_group(cls, group: Any, timeout: float) -> TorchTransport:
+    def from_group(cls, group: Any, timeout: float, own: str | None = None) -> TorchTransport:
         """Collective: the ranks of a process group with gloo (None: the default group)."""
         if "gloo" not in (backend := backend_of(group)):
             raise ArgumentError(f"the process group has the backend {backend}, and host memory is sent over gloo")
@@ -111,16 +134,17 @@ class TorchTransport(Transport):
                 raise _lost([], error) from error
             raise CollectiveTimeout(f"not every rank called from_torch() within {timeout} s") from error
         store = dist.PrefixStore(f"qccl/{bytes(name.tolist()).hex()}", dist.distributed_c10d._get_default_store())
-        return cls(store, dist.get_rank(group), dist.get_world_size(group), timeout)
+        return cls(store, dist.get_rank(group), dist.get_world_size(group), timeout, own=own)
 
     @classmethod
-    def at(cls, place: tuple[str, int], rank: int, size: int, timeout: float) -> TorchTransport:
+    def at(cls, place: tuple[str, int], rank: int, size: int, timeout: float, own: str | None = None) -> TorchTransport:
         """Collective: ranks that meet at host and port of rank 0."""
+        deadline = time.monotonic() + timeout
         try:
             store = dist.TCPStore(*place, size, is_master=rank == 0, timeout=timedelta(seconds=timeout))
         except RuntimeError as error:
             raise CollectiveTimeout(f"not every rank came to {place[0]}:{place[1]} within {timeout} s") from error
-        return cls(store, rank, size, timeout)
+        return cls(store, rank, size, timeout, own=own, deadline=deadline)
 
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
         """By gloo; a thread waits for the transfer, because gloo has no test for its end."""
@@ -155,7 +179,8 @@ class TorchTransport(Transport):
             return None
         members = groups[color]
         store = dist.PrefixStore(f"{self._splits}.{color}", self._store)
-        return TorchTransport(store, members.index(self.rank), len(members), timeout, self.progress_hook)
+        how = self.progress_hook
+        return TorchTransport(store, members.index(self.rank), len(members), timeout, how, own=self._own)
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
         """By two all-gathers of gloo: the lengths of the items, then the items, padded to the longest."""
@@ -173,8 +198,10 @@ class TorchTransport(Transport):
             self._gone = True
             self._timer = threading.Timer(_LAST_WORDS_SECONDS, self._give_up)
             self._timer.daemon = True
-            with contextlib.suppress(RuntimeError):  # the process is ending, which disconnects as well
-                self._timer.start()
+            try:
+                threads.start(self._timer)
+            except EngineError:  # the process is ending, or gets no thread
+                self.disconnect()
 
     def close(self) -> None:
         """End the threads and the group, unless another rank has not closed yet: then the process keeps both."""
@@ -207,7 +234,7 @@ class TorchTransport(Transport):
                 return
             thread = threading.Thread(target=self._wait_for, args=(job,), name="qccl gloo", daemon=True)
             self._threads.append(thread)
-        thread.start()
+        threads.start(thread)
 
     def _wait_for(self, job: _Job | None) -> None:
         """Wait for one transfer after the other (in a thread)."""
@@ -265,7 +292,7 @@ class TorchTransport(Transport):
 
     def _receive_nothing(self, peer: int) -> Any:
         """Start a receive that no send matches. Raises RuntimeError if the connection is closed."""
-        return self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, _UNUSED_TAG)
+        return self.group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _UNUSED_TAG)
 
     def _is_closed(self, peer: int) -> bool:
         try:
@@ -304,6 +331,40 @@ class TorchTransport(Transport):
             raise EngineError("this transport was closed or aborted; make another with Communicator.from_torch()")
 
 
+def _await_all(
+    store: Any, rank: int, size: int, deadline: float, timeout: float, progress_hook: Callable[[], object]
+) -> None:
+    """Collective: return when all ranks are here, because gloo waits for each with a shorter deadline."""
+    until, missing = max(deadline, time.monotonic() + _LEAST_SECONDS), list(range(size))
+    nap = _NAP_SECONDS
+    try:
+        store.set(f"here/{rank}", "")
+        while missing and time.monotonic() < until:
+            if store.check([f"here/{missing[0]}"]):
+                missing.pop(0)
+                continue
+            progress_hook()
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
+    except RuntimeError as error:
+        raise _lost([], error) from error
+    if missing:
+        raise CollectiveTimeout(f"rank {missing[0]} did not come to connect gloo within {timeout} s")
+
+
+def connect_gloo(store: Any, rank: int, size: int, seconds: float, own: str | None) -> Any:
+    """Collective: a process group of gloo, whose ranks connect within ``seconds``; ``own``: see TorchTransport.
+
+    Raises RuntimeError.
+    """
+    limit = timedelta(seconds=max(_LEAST_SECONDS, seconds / _GLOOS_FACTOR))
+    if own is None:
+        return dist.ProcessGroupGloo(store, rank, size, limit)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(hostname=own)], limit
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
 class _Job(NamedTuple):
     """One of gloo's transfers, its peer, its memory, and its token for poll()."""
 
@@ -324,7 +385,7 @@ def backend_of(group: Any) -> str:
 def bytes_at(address: int, nbytes: int) -> torch.Tensor:
     """A tensor over ``nbytes`` at ``address``, whose memory the caller keeps alive."""
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 

@@ -24,10 +24,10 @@ Settings in the environment (UCX_TLS, UCX_NET_DEVICES and all others) take prece
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import importlib.util
 import os
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -53,8 +53,13 @@ _SETTINGS = {
 }
 #: read when the library is loaded: no handlers of signals (of crashes, and SIGHUP), and no messages about lost ranks
 _LOAD_SETTINGS = {"UCX_HANDLE_ERRORS": "none", "UCX_DEBUG_SIGNO": "0", "UCX_LOG_LEVEL": "fatal"}
+_LIBRARY = "libucp.so.0"
+#: the variable with the ports of UCX's TCP
+_PORTS = "UCX_TCP_PORT_RANGE"
 #: the transports between processes that share memory: none that opens a port
 _IN_MEMORY = "sm,self"
+#: that UCX opens at its start: with fewer it starts without TCP, which only its peers notice, or ends the process
+_DESCRIPTORS = 16
 #: the first release that connects two processes by TCP over the loopback interface alone
 _LOOPBACK_TCP = (1, 22)
 
@@ -65,7 +70,7 @@ def load_library() -> ctypes.CDLL:
     for name, value in _LOAD_SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
-        return ctypes.CDLL("libucp.so.0", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        return ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
         pass
     reasons = []
@@ -74,15 +79,17 @@ def load_library() -> ctypes.CDLL:
             return ctypes.CDLL(path)
         except OSError as error:
             reasons.append(str(error))
-    found = "; ".join(reasons) or "libucp was not found"
-    raise EngineError(f"UCX cannot be used ({found}); install qccl[ucx]")
+    raise EngineError(f"UCX cannot be used ({'; '.join(reasons)}); install qccl[ucx]")
 
 
 def _candidates() -> list[str]:
+    """The wheel's file, if there is one, and the name by which the system's loader finds its own.
+
+    ctypes.util.find_library() would start a compiler, and need a folder for temporary files, which containers may lack.
+    """
     wheel = importlib.util.find_spec("libucx")
-    paths = [Path(place) / "lib" / "libucp.so.0" for place in (wheel and wheel.submodule_search_locations) or ()]
-    system = ctypes.util.find_library("ucp")
-    return [*(str(path) for path in paths if path.exists()), *([system] if system else [])]
+    paths = [Path(place) / "lib" / _LIBRARY for place in (wheel and wheel.submodule_search_locations) or ()]
+    return [*(str(path) for path in paths if path.exists()), _LIBRARY]
 
 
 def version() -> str:
@@ -125,11 +132,15 @@ def _wire(config: list[tuple[str, str]], membership: MembershipSocket) -> _host.
     """Raises EngineError."""
     library = load_library()
     functions = [_address(library, name) for name in _host.ucx_function_names()]
-    descriptors.allow(0)  # without one for its socket UCX starts without TCP, and only its peers notice
+    descriptors.allow(0)
+    if reason := descriptors.exhausted(_DESCRIPTORS):
+        raise EngineError(f"UCX {version()} did not start: {reason}")
     try:
         return _host.ucx_wire(functions, config, Faults(membership, "UCX", _text))
-    except RuntimeError as error:
+    except _host.WireError as error:
         reason = descriptors.exhausted() or "see the settings UCX_* of the environment"
+        if ports := os.environ.get(_PORTS):
+            reason += f" ({_PORTS}={ports} must have two free ports for each rank of this machine)"
         raise EngineError(
             f"UCX {version()} did not start: {error}; {reason}; UCX_LOG_LEVEL=warn shows what UCX says"
         ) from error
@@ -144,6 +155,15 @@ class UcxTransport(ConnectedTransport):
     @classmethod
     def _start(cls, network: Network, membership: MembershipSocket, secret: bytes | None) -> _host.GroupWire:
         return _wire(_config(network), membership)
+
+    @classmethod
+    def _listens(cls, network: Network) -> tuple[str, Sequence[int]]:
+        """At the ports of UCX_TCP_PORT_RANGE, which a firewall lets through; at any if UCX may need the only one."""
+        found = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", os.environ.get(_PORTS, ""))
+        if found is None or network.is_local:
+            return network.own_host(), ()
+        first, last = int(found[1]), min(int(found[2]), 65535)
+        return network.own_host(), range(first, last + 1) if 0 < first < last else ()
 
     @classmethod
     def _connections(cls, network: Network) -> int:

@@ -6,15 +6,15 @@ the long ones, each as much as it can carry. Of two ranks the one with the highe
 other one calls if that does not succeed, so it suffices that one of them can be reached. Ranks of one machine that
 share memory exchange their messages by UCX instead (neighbours.py).
 
-A rank is lost when it closes its connections, when its process has ended on the same machine or behind the relay, or
-when it could not be reached for a minute. A process that is busy or stopped is not lost, because its machine answers:
-it has the deadline.
+A rank is lost when it closes its connections, when its process has ended on the same machine, or when it could not be
+reached for a minute. A process that is busy or stopped is not lost, because its machine answers: it has the deadline.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 from collections.abc import Sequence
 
@@ -25,9 +25,8 @@ from qccl.transports.connected import ConnectedTransport, Faults
 from qccl.transports.neighbours import Neighbours, joint, start_memory
 from qccl.transports.network import Network
 from qccl.transports.regroup import MembershipSocket
-from qccl.transports.relayed import Relay, relay_of
 from qccl.transports.secret import derive
-from qccl.transports.sockets import listen
+from qccl.transports.sockets import host_of, is_host, listen_at
 
 __all__ = ["WanTransport", "congestion_control"]
 
@@ -70,16 +69,27 @@ def _connection_count() -> int:
     return int(wanted)
 
 
+def _advertised() -> tuple[str, range] | None:
+    """The host and the ports of QCCL_WAN_ADVERTISE; None if it is not set. Raises ArgumentError."""
+    text = os.environ.get("QCCL_WAN_ADVERTISE", "")
+    if not text:
+        return None
+    host, _, ports = text.rpartition(":")
+    found = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", ports)
+    if not (found and is_host(host_of(host)) and 0 < int(found[1]) < int(found[2]) < 65536):
+        raise ArgumentError(
+            f'QCCL_WAN_ADVERTISE={text!r} is not "host:first-last": the host and at least two ports that are forwarded '
+            f"to the same ports of this machine"
+        )
+    return host_of(host), range(int(found[1]), int(found[2]) + 1)
+
+
 class WanTransport(ConnectedTransport):
     """One rank of a group over TCP connections between sites."""
 
     name = "wan"
     eager_nbytes = 8 << 10
     is_between_sites = True
-
-    @classmethod
-    def _relay(cls) -> Relay | None:
-        return relay_of()
 
     @classmethod
     def _start(cls, network: Network, membership: MembershipSocket, secret: bytes | None) -> _host.GroupWire:
@@ -92,6 +102,10 @@ class WanTransport(ConnectedTransport):
                 os.close(memory.descriptor)
             raise
         return _host.MixedWire(memory.wire, sites, memory.descriptor) if memory else sites
+
+    @classmethod
+    def _listens(cls, network: Network) -> tuple[str, Sequence[int]]:
+        return _advertised() or super()._listens(network)
 
     @classmethod
     def _connections(cls, network: Network) -> int:
@@ -122,22 +136,20 @@ class WanTransport(ConnectedTransport):
         return tuple("ucx" if rank in self._near else self.name for rank in range(self.size))
 
     def _find_ended(self, ranks: list[int]) -> list[int]:
-        """On this machine, or by the relay: elsewhere a firewall that refuses for a while looks like the end."""
+        """On this machine alone: elsewhere a firewall that refuses for a while looks like the end."""
         assert self.membership is not None
         near = self._watch.ended([rank for rank in ranks if rank in self._near])
-        relayed = self.wire.relayed()
-        return [rank for rank in ranks if rank in near or self.membership.has_ended(rank, is_relayed=rank in relayed)]
+        return [rank for rank in ranks if rank in near or self.membership.has_ended(rank)]
 
 
 def _sites_wire(network: Network, membership: MembershipSocket, secret: bytes | None, suffix: bytes) -> _host.WanWire:
-    """The wire between sites; its address ends with ``suffix``. Raises EngineError and ArgumentError."""
-    host = network.own_host()
+    """The wire between sites; its address ends with ``suffix``. Raises EngineError, ArgumentError and OSError."""
+    host, ports = WanTransport._listens(network)
     connections = _connection_count()
     control = congestion_control()
     functions = tls.functions() if secret else []
-    relay = relay_of() if secret else None
     try:
-        with listen(host, is_local=network.is_local) as listener:
+        with listen_at(host, ports, is_local=network.is_local) as listener:
             port = listener.getsockname()[1]
             number = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
             wire = _host.wan_wire(
@@ -149,11 +161,8 @@ def _sites_wire(network: Network, membership: MembershipSocket, secret: bytes | 
                 connections,
                 _AWAY_SECONDS,
                 Faults(membership, "wan", os.strerror),
-                (relay.place[0], str(relay.place[1]), relay.key, derive(secret, "relay wan"))
-                if relay and secret
-                else None,
             )
             listener.detach()  # the wire owns it
             return wire
-    except OSError as error:
-        raise EngineError(f"wan cannot listen at {host}: {error}") from error
+    except _host.StreamError as error:
+        raise EngineError(f"wan cannot encrypt: {error}") from error

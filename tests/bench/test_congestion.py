@@ -1,4 +1,4 @@
-"""bench/congestion.py: its table, its plain sockets, and a short run."""
+"""bench/congestion.py: its plain sockets, and a short run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import congestion
 import congestion_rank
 import pytest
 
@@ -17,15 +16,6 @@ from qccl.bench import lab
 from qccl.bench.tcp import congestion_control
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "congestion.py"
-
-
-def test_the_cells_have_the_median_and_the_runs_that_were_fastest_and_slowest() -> None:
-    row = {"loss": 0.001, "median": 0.1614, "medians": [0.17, 0.16, 0.15]}
-    same = row | {"medians": [0.161, 0.1612]}
-    rows = [row | {"loss": 0.0}, same, row, same]
-    assert list(congestion._body(rows, 2)) == [["none", "161 (150 to 170)", "161"], ["0.1%", "161 (150 to 170)", "161"]]
-    assert congestion._name("ucx", "bbr", 8) == "`ucx`, `bbr`"
-    assert congestion._name("sockets", "cubic", 8) == "8 plain sockets, `cubic`"
 
 
 def test_both_ends_get_the_bytes_of_every_connection() -> None:

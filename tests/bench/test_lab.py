@@ -22,7 +22,7 @@ from bench_runs import COMMAND, OF_TWO_RANKS, ROOT, bench, started, traces, with
 from qccl import codecs
 from qccl.bench import lab, start
 from qccl.bench.lab import Lab, LabError
-from qccl.bench.sizes import parse_link
+from qccl.bench.params import parse_link
 
 pytestmark = [
     pytest.mark.lab,
@@ -48,38 +48,6 @@ def running(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
         process.communicate(timeout=20)
         within(20, lambda: not workers(process.pid))
         lab.remove_stale()
-
-
-EXCHANGES = {
-    "mpi": (
-        "import time, numpy as np; from mpi4py import MPI; c = MPI.COMM_WORLD; a = np.zeros(1 << 20, np.uint8);"
-        "c.Barrier(); t = time.perf_counter();"
-        "[c.Sendrecv_replace(a, 1 - c.rank, source=1 - c.rank) for _ in range(8)];"
-        "t = c.allreduce(time.perf_counter() - t, MPI.MIN); c.rank == 0 and print('took', t)"
-    ),
-    "ucx": (
-        "import time, numpy as np, qccl; c = qccl.init('host'); a = np.zeros(1 << 18, np.float32);"
-        "assert c.transport.name == 'ucx'; c.barrier(); t = time.perf_counter();"
-        "[c.quantized_allreduce(a, codec='none') for _ in range(8)];"
-        "t = min(map(float, c.allgather(repr(time.perf_counter() - t).encode()))); c.rank == 0 and print('took', t);"
-        "c.close()"
-    ),
-}
-
-
-@pytest.mark.parametrize("transport", EXCHANGES)
-def test_traffic_is_limited_and_counted_and_nothing_is_left(transport: str) -> None:
-    command = [sys.executable, "-c", EXCHANGES[transport]]
-    way = start.choose_way(transport)
-    lines: list[str] = []
-    with Lab(2, parse_link("400mbit")) as network:
-        assert len(traces(os.getpid())) == OF_TWO_RANKS
-        before = network.shaped_nbytes()
-        status = start.run_ranks(2, command, way=way, lab=network, smallest=1 << 20, silence=60, on_line=lines.append)
-        passed = [after - b for after, b in zip(network.shaped_nbytes(), before, strict=True)]
-    assert status == 0 and traces(os.getpid()) == []
-    assert all(8 << 20 <= n < 9.5 * (1 << 20) for n in passed)
-    assert len(lines) == 1 and float(lines[0].split()[1]) > 0.9 * (8 << 20) / 50e6
 
 
 def test_addresses_have_names_inside() -> None:
@@ -113,17 +81,6 @@ def test_the_table_in_the_lab_shows_the_line(tmp_path: Path) -> None:
         side = result[mode]
         assert side["bulk_share"] == pytest.approx(side["bulk_time"] / side["time"])
         assert side["bulk_time"] > 0.9 * result["floor"]
-
-
-def test_gloo_is_the_baseline_behind_the_links_of_another_transport(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    path = tmp_path / "x.json"
-    flags = ["--ranks=2", "-b256K", "-e256K", "-n2", "--transport=ucx", "--plain=gloo", "--link=1gbit"]
-    done = bench("allreduce", *flags, f"--json={path}")
-    assert done.returncode == 0, done.stderr
-    rows = [line.split()[-1] for line in done.stdout.splitlines() if line and not line.startswith("#")]
-    assert rows == ["gloo", "minmax8"] and "over UCX" in done.stdout.splitlines()[0]
-    assert "# Out of bounds values : 0 OK" in done.stdout and "# Crossed the link     : at least 1" in done.stdout
 
 
 def test_the_timeline_shows_encodes_during_transfers(tmp_path: Path) -> None:
@@ -177,7 +134,7 @@ def test_a_rank_that_dies_ends_the_run(running: subprocess.Popen[str]) -> None:
 
 def test_two_labs_at_once_do_not_collide() -> None:
     script = (
-        "import sys; from qccl.bench.lab import Lab; from qccl.bench.sizes import parse_link\n"
+        "import sys; from qccl.bench.lab import Lab; from qccl.bench.params import parse_link\n"
         "with Lab(2, parse_link('1gbit')): print('up', flush=True); sys.stdin.readline()"
     )
     with Lab(2, parse_link("1gbit")):
@@ -192,7 +149,7 @@ def test_two_labs_at_once_do_not_collide() -> None:
 
 
 APART = (
-    "import sys; from qccl.bench.lab import Lab; from qccl.bench.sizes import parse_link\n"
+    "import sys; from qccl.bench.lab import Lab; from qccl.bench.params import parse_link\n"
     "with Lab(2, parse_link('1gbit')) as network: print(network.bridge, flush=True); sys.stdin.readline()"
 )
 
@@ -262,12 +219,7 @@ def test_control_c_on_a_terminal_restores_it() -> None:
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
 
     process = subprocess.Popen(
-        [*COMMAND, *LONG],
-        cwd=ROOT,
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        preexec_fn=take_terminal,
+        [*COMMAND, *LONG], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave, preexec_fn=take_terminal
     )
     try:
         seen = read_until(master, b"out of place", 30)
@@ -307,7 +259,7 @@ def test_ranks_of_a_node_share_memory_and_only_others_the_link(link_per_rank: bo
     )
     with Lab(4, parse_link("1gbit"), 2, link_per_rank=link_per_rank) as network:
         command, way = [sys.executable, "-c", program], start.choose_way("mpi")
-        status = start.run_ranks(4, command, way=way, lab=network, smallest=0, silence=60, on_line=print)
+        status = start.run_ranks(4, command, way=way, lab=network, smallest=0)
         passed = network.shaped_nbytes()
     assert status == 0
     each = 1 if link_per_rank else 2  # of the messages that go to the other node

@@ -2,54 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import patience
+import peers
 import pytest
-from plain_ranks import free_ports
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
-
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
+from bench_runs import peer_ranks
+from peer_rank import errors
+from peer_report import comparisons, verdict
 
 
-def ranks(system: str, folder: Path, ports: list[int], size: int = 2) -> list[dict]:
-    """What the ranks write that reduce 5,000 values with a system."""
-    task = {"system": system, "folder": str(folder), "cases": [{"count": 5000, "calls": 2}]}
-    place = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
-    place |= {"MASTER_PORT": str(ports[0]), "QCCL_PORT": str(ports[1])}
-    command = [sys.executable, str(BENCH / "peer_rank.py"), json.dumps(task)]
-    own = [os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-    running = [subprocess.Popen(command, env=each) for each in own]
-    try:
-        assert [process.wait(60 * patience.factor()) for process in running] == [0] * size
-    finally:
-        for process in running:
-            process.kill()
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
-
-
-@pytest.mark.parametrize(("system", "least", "most"), [("gloo bf16", 1e-3, 1e-2), ("qccl minmax8", 5e-3, 2e-2)])
-def test_ranks_find_the_error_of_a_system(system, least, most, tmp_path):
-    from peers import _row
-
-    (first,), (second,) = ranks(system, tmp_path, free_ports(2))
-    row = _row((first, second), 2)
-    assert row["equal"] and row["count"] == 5000 and least < row["error"] < most and abs(row["bias"]) < 1e-2
+@pytest.mark.processes
+def test_ranks_find_the_error_of_a_system(tmp_path):
+    (first,), (second,) = peer_ranks("qccl minmax8", tmp_path)
+    row = peers._row((first, second), 2)
+    assert row["equal"] and row["count"] == 5000 and 5e-3 < row["error"] < 2e-2 and abs(row["bias"]) < 1e-2
     assert len(row["blocks"]) == 3 and row["seconds"] > 0
 
 
+@pytest.mark.processes
 def test_what_a_system_raises_is_its_result(tmp_path):
-    found = ranks("hivemind uniform8", tmp_path, free_ports(2))
+    found = peer_ranks("hivemind uniform8", tmp_path)
     assert all("ModuleNotFoundError" in each["error"] for each in found)
 
 
@@ -65,10 +39,9 @@ if rank == 1:
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("first", "outcome"), [("os.abort()", "ended"), ("time.sleep(60)", "waits")])
 def test_a_rank_that_ends_without_a_word_does_not_wait(first, outcome, tmp_path, monkeypatch):
-    import peers
-
     program = tmp_path / "rank.py"
     program.write_text(_ENDING.format(first=first))
     monkeypatch.setattr(peers, "_RANK", str(program))
@@ -78,8 +51,6 @@ def test_a_rank_that_ends_without_a_word_does_not_wait(first, outcome, tmp_path,
 
 
 def test_error_and_bias():
-    from peer_rank import errors
-
     exact = np.array([3.0, 4.0])
     assert errors(np.float32([3, 4]), exact) == {"error": 0, "bias": 0}
     assert errors(np.float32([1.5, 2]), exact) == {"error": 0.5, "bias": -0.5}
@@ -94,8 +65,6 @@ def row(system: str, error: float, seconds: float, **more) -> dict:
 
 
 def test_a_system_is_compared_with_the_fastest_codec_that_is_as_exact():
-    from peer_report import comparisons, verdict
-
     rows = [
         row("gloo", 3e-8, 4.0),
         row("exact to three digits", 1e-3, 4.0, ranks=3),
@@ -116,18 +85,4 @@ def test_a_system_is_compared_with_the_fastest_codec_that_is_as_exact():
 
 
 def test_a_system_that_qccl_cannot_match_is_not_compared():
-    from peer_report import comparisons
-
     assert not list(comparisons({"rows": [row("other", 1e-4, 1.0), row("qccl minmax8", 9e-3, 0.5)]}))
-
-
-def test_failures_are_listed_with_their_places():
-    from peer_report import _failures
-
-    failures = [
-        {"system": "a", "network": "1gbit", "ranks": ranks, "error": "TimeoutError: 3|4"} for ranks in (2, 4)
-    ] + [{"system": "b", "network": "", "ranks": 0, "error": "no such package"}]
-    assert list(_failures({"failures": failures})) == [
-        ("a", "2 x 1gbit, 4 x 1gbit", "TimeoutError: 3/4"),
-        ("b", "not installed", "no such package"),
-    ]

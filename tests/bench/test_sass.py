@@ -10,6 +10,8 @@ import sass
 from qccl import codecs
 from qccl.dtypes import BFLOAT16, FLOAT32, DType
 
+pytestmark = pytest.mark.slow
+
 HOPPER = next(gpu for gpu in sass.GPUS if gpu.arch == 90)
 
 SAMPLE = """

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from collective_cases import BOTH, Case, assert_state, call, kept_by, run, with_state
 from cuda_ranks import ranks as gpu_ranks
 from fake_cuda import World, array, installed
 from fake_kernels import work
-from feedback_cases import BOTH, Case, assert_state, cases, compare, kept_by, run, run_all, three
+from oracle import to_float
+from thread_ranks import on_ranks
 
 import qccl
 from qccl.collectives import rounds as rounds_module
@@ -23,22 +25,17 @@ from qccl.schedule import Op, Reduce, Schedule
 pytestmark = pytest.mark.starts_first
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
-def test_results_and_state_are_the_oracles(case: Case) -> None:
-    compare(case, run_all(case))
-
-
-@pytest.mark.parametrize("case", three(BOTH), ids=str)
+@pytest.mark.parametrize("case", with_state(BOTH), ids=str)
 @pytest.mark.parametrize("spoil", [np.nan, -np.inf])
 def test_a_step_that_is_not_finite_leaves_the_state_of_those_that_see_it(case: Case, spoil: float) -> None:
     """In an all-reduce these are all ranks; otherwise the rank itself, and those whose result it spoils."""
-    inputs, oracle = case.inputs(("normal",) * 5), case.oracle()
+    inputs, oracle = replace(case, data=("normal",) * 6).inputs(), case.oracle()
     inputs[2][1][3] = spoil
 
     def states(comm: qccl.Communicator) -> list[dict]:
         found = []
         for xs in inputs:
-            case.call(comm, xs[comm.rank].copy(), None)
+            call(case, comm, xs[comm.rank])
             found.append(kept_by(comm)["a"]["values"])
         return found
 
@@ -46,7 +43,7 @@ def test_a_step_that_is_not_finite_leaves_the_state_of_those_that_see_it(case: C
     for xs in inputs:
         oracle.step(xs)
         wanted.append(list(oracle.kept))
-    everyone = case.name == "hierarchical_allreduce"
+    everyone = "allreduce" in case.name
     for rank, found in enumerate(qccl.run_ranks(4, states)):
         for step, values in enumerate(found):
             assert_state(values, wanted[step][rank], rank)
@@ -56,20 +53,20 @@ def test_a_step_that_is_not_finite_leaves_the_state_of_those_that_see_it(case: C
             assert (values.tobytes() == found[2][kind].tobytes()) == sees
 
 
-@pytest.mark.parametrize("case", three(BOTH) + three("randomk:k=0.1,block=32+nesterov:mu=0.5"), ids=str)
+@pytest.mark.parametrize("case", with_state(BOTH) + with_state("randomk:k=0.1,block=32+nesterov:mu=0.5"), ids=str)
 def test_a_momentum_that_overflows_does_not_spoil_later_calls(case: Case) -> None:
     """Rank 1 sends what overflows, and need not see it in its own result."""
-    inputs, oracle = case.inputs(("normal",) * 5), case.oracle()
+    inputs, oracle = replace(case, data=("normal",) * 6).inputs(), case.oracle()
     for step in range(2):
         inputs[step][1][::7] = 3e38
     for xs in inputs:
         oracle.step(xs)
     for rank, (results, state) in enumerate(qccl.run_ranks(4, partial(run, case, inputs))):
         assert_state(state["a"]["values"], oracle.kept[rank], rank)
-        assert all(np.isfinite(each).all() for each in (results[-1], *state["a"]["values"].values()))
+        assert all(np.isfinite(each).all() for each in (*results[-1], *state["a"]["values"].values()))
 
 
-@pytest.mark.parametrize("case", three("onebit:bucket=64,reconstruct=mean+ef"), ids=str)
+@pytest.mark.parametrize("case", with_state("onebit:bucket=64,reconstruct=mean+ef"), ids=str)
 def test_chunks_and_engines_do_not_matter(case: Case) -> None:
     inputs = case.inputs()
     wanted = qccl.run_ranks(4, partial(run, case, inputs))
@@ -82,7 +79,9 @@ def test_chunks_and_engines_do_not_matter(case: Case) -> None:
         for xs in inputs:
             x = array(xs[comm.rank], comm.rank)
             how = {"codec": case.codec, "key": "a", "chunk": 640}
-            if case.name == "reduce_scatter":
+            if case.name == "allreduce":
+                y = comm.quantized_allreduce(x, algorithm=case.algorithm, **how)
+            elif case.name == "reduce_scatter":
                 y = array(np.zeros(case.counts[comm.rank], np.float32), comm.rank)
                 comm.quantized_reduce_scatter(x, y, counts=case.counts, **how)
             else:
@@ -90,7 +89,7 @@ def test_chunks_and_engines_do_not_matter(case: Case) -> None:
                 levels = {"node_ids": case.node_ids, "layout": case.layout, "algorithm": case.algorithm}
                 comm.hierarchical_allreduce(x, **how, **levels)
             comm.check()
-            found.append(y.get())
+            found.append([y.get()])
         return found, kept_by(comm)
 
     with installed(World(), work):
@@ -99,7 +98,7 @@ def test_chunks_and_engines_do_not_matter(case: Case) -> None:
 
 def assert_same_runs(found: list, wanted: list) -> None:
     for (results, state), (expected, state_expected) in zip(found, wanted, strict=True):
-        assert [y.tobytes() for y in results] == [y.tobytes() for y in expected]
+        assert [y.tobytes() for ys in results for y in ys] == [y.tobytes() for ys in expected for y in ys]
         values, values_expected = (each["a"]["values"] for each in (state, state_expected))
         assert {k: v.tobytes() for k, v in values.items()} == {k: v.tobytes() for k, v in values_expected.items()}
 
@@ -118,7 +117,7 @@ def test_peer_exchange_on_the_device() -> None:
             other = 1 - comm.rank
             comm.peer_exchange(z, send_to=[other], replicas={other: replica}, applied=model, codec=BOTH, key="a")
             comm.check()
-            found += [take(model), take(replica)]
+            found.append([take(model), take(replica)])
         return found, kept_by(comm)
 
     wanted = qccl.run_ranks(2, lambda comm: steps(comm, np.array, np.array))
@@ -127,23 +126,23 @@ def test_peer_exchange_on_the_device() -> None:
     assert_same_runs(found, wanted)
 
 
-@pytest.mark.parametrize("case", three(BOTH), ids=str)
+@pytest.mark.parametrize("case", with_state(BOTH), ids=str)
 def test_state_goes_on_after_it_was_saved_and_loaded(case: Case) -> None:
     inputs = case.inputs()
 
     def first(comm: qccl.Communicator) -> tuple:
         for xs in inputs[:2]:
-            case.call(comm, xs[comm.rank].copy(), None)
+            call(case, comm, xs[comm.rank])
         saved = comm.state_dict()
-        rest = [case.call(comm, xs[comm.rank].copy(), None).tobytes() for xs in inputs[2:]]
+        rest = [call(case, comm, xs[comm.rank])[0].tobytes() for xs in inputs[2:]]
         comm.reset("a")
-        again = [case.call(comm, xs[comm.rank].copy(), None).tobytes() for xs in inputs[2:]]
+        again = [call(case, comm, xs[comm.rank])[0].tobytes() for xs in inputs[2:]]
         assert again != rest or not rest[0]
         return saved, rest
 
     def second(comm: qccl.Communicator) -> list[bytes]:
         comm.load_state_dict(saved[comm.rank][0])
-        return [case.call(comm, xs[comm.rank].copy(), None).tobytes() for xs in inputs[2:]]
+        return [call(case, comm, xs[comm.rank])[0].tobytes() for xs in inputs[2:]]
 
     saved = qccl.run_ranks(4, first)
     for found, (_, rest) in zip(qccl.run_ranks(4, second), saved, strict=True):
@@ -154,7 +153,7 @@ def test_plans_and_pointers_take_keys() -> None:
     xs = [np.random.default_rng(rank).standard_normal(1000).astype(np.float32) for rank in range(2)]
     between = {"node_ids": [0, 1], "algorithm": "one_shot"}
 
-    def call(comm: qccl.Communicator) -> None:
+    def calls(comm: qccl.Communicator) -> None:
         x, out, part = xs[comm.rank], np.empty(1000, np.float32), np.empty(500, np.float32)
         for name, y, how in (("reduce_scatter", part, {}), ("hierarchical_allreduce", out, between)):
             method = comm.quantized_reduce_scatter if name == "reduce_scatter" else comm.hierarchical_allreduce
@@ -174,35 +173,33 @@ def test_plans_and_pointers_take_keys() -> None:
             qccl.peer_exchange(x.ctypes.data, 1000, "float32", comm, send_to=[other], codec=BOTH, key="r", **addresses)
         assert model.tobytes() == model2.tobytes() and replica.tobytes() == replica2.tobytes()
 
-    qccl.run_ranks(2, call)
+    qccl.run_ranks(2, calls)
 
 
-def test_a_key_belongs_to_one_call() -> None:
-    def call(comm: qccl.Communicator) -> None:
-        x, other = np.ones(4096, np.float32), 1 - comm.rank
-        replicas, given = {other: np.zeros(4096, np.float32)}, {"codec": "minmax2+ef", "key": "a"}
-        levels = {"node_ids": [0, 1], "algorithm": "two_round"}
+@on_ranks(2)
+def test_a_key_belongs_to_one_call(comm: qccl.Communicator) -> None:
+    x, other = np.ones(4096, np.float32), 1 - comm.rank
+    replicas, given = {other: np.zeros(4096, np.float32)}, {"codec": "minmax2+ef", "key": "a"}
+    levels = {"node_ids": [0, 1], "algorithm": "two_round"}
 
-        def refused(method: Callable, *arguments: Any, match: str, **how: Any) -> None:
-            with pytest.raises(ArgumentError, match=match):
-                method(*arguments, **given, **how)
+    def refused(method: Callable, *arguments: Any, match: str, **how: Any) -> None:
+        with pytest.raises(ArgumentError, match=match):
+            method(*arguments, **given, **how)
 
-        comm.quantized_reduce_scatter(x.copy(), **given)
-        refused(comm.quantized_reduce_scatter, x.copy(), counts=[4000, 96], match=r"parts=None.*parts=\(4000, 96\)")
-        refused(comm.quantized_allreduce, x.copy(), match="belongs to reduce_scatter.*this is allreduce")
-        comm.reset("a")
-        comm.hierarchical_allreduce(x.copy(), **levels, **given)
-        refused(comm.hierarchical_allreduce, x.copy(), node_ids=[0, 1], match="algorithm=two_round.*algorithm=one_shot")
-        comm.reset("a")
-        comm.peer_exchange(x, send_to=[other], replicas=replicas, **given)
-        refused(comm.peer_exchange, x, send_to=[], replicas={}, match=r"to \[[01]\].*to \[\], applied=False")
-        comm.barrier()
-
-    qccl.run_ranks(2, call)
+    comm.quantized_reduce_scatter(x.copy(), **given)
+    refused(comm.quantized_reduce_scatter, x.copy(), counts=[4000, 96], match=r"parts=None.*parts=\(4000, 96\)")
+    refused(comm.quantized_allreduce, x.copy(), match="belongs to reduce_scatter.*this is allreduce")
+    comm.reset("a")
+    comm.hierarchical_allreduce(x.copy(), **levels, **given)
+    refused(comm.hierarchical_allreduce, x.copy(), node_ids=[0, 1], match="algorithm=two_round.*algorithm=one_shot")
+    comm.reset("a")
+    comm.peer_exchange(x, send_to=[other], replicas=replicas, **given)
+    refused(comm.peer_exchange, x, send_to=[], replicas={}, match=r"to \[[01]\].*to \[\], applied=False")
+    comm.barrier()
 
 
 def test_what_these_calls_refuse() -> None:
-    def call(comm: qccl.Communicator) -> None:
+    def calls(comm: qccl.Communicator) -> None:
         x = np.ones(100, np.float32)
         with pytest.raises(ArgumentError, match="needs a name for the array: pass key="):
             comm.quantized_reduce_scatter(x, codec="onebit+ef")
@@ -211,7 +208,7 @@ def test_what_these_calls_refuse() -> None:
                 method(x, codec="onebit+ef", key="a", op="max")
 
     for ranks in (1, 2):
-        qccl.run_ranks(ranks, call)
+        qccl.run_ranks(ranks, calls)
 
 
 # -- the purpose: nothing is lost --------------------------------------------------------------------------------------
@@ -221,12 +218,12 @@ STEPS = 60
 
 def undelivered(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """After STEPS calls with one input: what the sum of all results lacks, and what all residuals hold."""
-    inputs = case.inputs(("normal",))[0]
+    inputs = replace(case, data=("normal",)).inputs()[0]
 
     def calls(comm: qccl.Communicator) -> tuple[np.ndarray, np.ndarray]:
         received, sent = 0.0, np.zeros(case.count)
         for _ in range(STEPS):
-            received = received + case.call(comm, inputs[comm.rank].copy(), None).astype(np.float64)
+            received = received + to_float(call(case, comm, inputs[comm.rank])[0], case.dtype).astype(np.float64)
         values = kept_by(comm)["a"]["values"]
         return received, values["residual"].astype(np.float64) if "residual" in values else sent
 
@@ -238,7 +235,12 @@ def undelivered(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return STEPS * sum(x.astype(np.float64) for x in inputs) - whole, sum(held)
 
 
-@pytest.mark.parametrize("case", three("minmax2:bucket=64+ef") + three("topk:k=0.1,block=128+ef"), ids=str)
+HALF = with_state("minmax2:bucket=64+ef", dtype="float16")[0]
+
+
+@pytest.mark.parametrize(
+    "case", [*with_state("minmax2:bucket=64+ef"), *with_state("topk:k=0.1,block=128+ef"), HALF], ids=str
+)
 def test_results_lack_exactly_what_the_residuals_hold(case: Case) -> None:
     """So the running mean becomes exact: what is missing does not grow with the number of calls."""
     lack, held = undelivered(case)
@@ -265,7 +267,7 @@ def without_residuals(monkeypatch: pytest.MonkeyPatch, of_sums: bool) -> None:
     "case, of_sums",
     [
         (case, of_sums)
-        for case in three("minmax2:bucket=64+ef")
+        for case in with_state("minmax2:bucket=64+ef")
         for of_sums in ((False, True) if case.algorithm == "two_round" else (False,))
     ],
     ids=str,

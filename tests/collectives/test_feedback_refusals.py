@@ -7,7 +7,8 @@ import threading
 
 import numpy as np
 import pytest
-from feedback_cases import kept_by
+from collective_cases import kept_by
+from thread_ranks import on_ranks
 from threads import hear
 
 import qccl
@@ -24,7 +25,7 @@ from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
         ({"key": b"a"}, "key must be a string"),
         ({"op": "max"}, r"allreduce with op max does not; use minmax2, or a collective with state"),
         ({"op": 3}, "op min does not"),
-        ({"lr": 0}, "lr must be a positive number"),
+        ({"lr": 2.0**-121}, "lr must be the present learning rate, 0 or a positive number"),
         ({"lr": -1.0}, "lr must be"),
         ({"lr": float("nan")}, "lr must be"),
         ({"lr": float("inf")}, "lr must be"),
@@ -41,20 +42,18 @@ from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
     ],
     ids=str,
 )
-def test_what_a_call_may_not_be(arguments, reason):
-    def calls(comm: qccl.Communicator) -> None:
-        given = {"codec": "minmax2+ef", "key": "a", "algorithm": "one_shot"}
-        comm.quantized_allreduce(np.ones(100, np.float32), **given)
-        before = kept_by(comm)
-        given |= arguments
-        x = given.pop("x", np.ones(100, np.float32))
-        with pytest.raises(ArgumentError, match=reason):
-            comm.quantized_allreduce(x, **given)
-        after = kept_by(comm)["a"]["values"]["residual"]
-        assert after.tobytes() == before["a"]["values"]["residual"].tobytes()
-        comm.quantized_allreduce(np.ones(100, np.float32), codec="minmax2+ef", key="a", algorithm="one_shot")
-
-    qccl.run_ranks(2, calls)
+@on_ranks(2)
+def test_what_a_call_may_not_be(comm: qccl.Communicator, arguments, reason):
+    given = {"codec": "minmax2+ef", "key": "a", "algorithm": "one_shot"}
+    comm.quantized_allreduce(np.ones(100, np.float32), **given)
+    before = kept_by(comm)
+    given |= arguments
+    x = given.pop("x", np.ones(100, np.float32))
+    with pytest.raises(ArgumentError, match=reason):
+        comm.quantized_allreduce(x, **given)
+    after = kept_by(comm)["a"]["values"]["residual"]
+    assert after.tobytes() == before["a"]["values"]["residual"].tobytes()
+    comm.quantized_allreduce(np.ones(100, np.float32), codec="minmax2+ef", key="a", algorithm="one_shot")
 
 
 @pytest.mark.parametrize("changed", [{"key": "b"}, {"lr": 0.5}, {"codec": "minmax2+nesterov"}], ids=str)
@@ -78,37 +77,31 @@ def test_other_collectives_refuse_state():
         qccl.run_ranks(ranks, call)
 
 
-def test_a_call_that_is_refused_changes_nothing():
-    def call(comm: qccl.Communicator) -> None:
-        x = np.ones(100, np.float32)
-        with pytest.raises(ArgumentError, match="stream"):
-            comm.quantized_allreduce(x, codec="minmax2+ef", key="a", lr=0.5, stream=5)
-        assert kept_by(comm) == {}
-        comm.quantized_allreduce(x, codec="minmax2+ef", key="a")
-
-    qccl.run_ranks(2, call)
+@on_ranks(2)
+def test_a_call_that_is_refused_changes_nothing(comm: qccl.Communicator):
+    x = np.ones(100, np.float32)
+    with pytest.raises(ArgumentError, match="stream"):
+        comm.quantized_allreduce(x, codec="minmax2+ef", key="a", lr=0.5, stream=5)
+    assert kept_by(comm) == {}
+    comm.quantized_allreduce(x, codec="minmax2+ef", key="a")
 
 
-def test_a_call_that_fails_changes_nothing():
+@on_ranks(2)
+def test_a_call_that_fails_changes_nothing(comm: qccl.Communicator, missed: threading.Event):
     codec = "minmax2:bucket=64+ef"
-
-    def call(comm: qccl.Communicator) -> None:
-        comm.quantized_allreduce(np.arange(300, dtype=np.float32), codec=codec, key="a")
-        before = kept_by(comm)
-        if comm.rank == 0:
-            with pytest.raises(CollectiveTimeout):
-                comm.quantized_allreduce(np.ones(300, np.float32), codec=codec, key="a", timeout=0.2)
-            missed.set()
-        else:
-            assert missed.wait(60)
-            with pytest.raises(PeerLost):  # rank 0 gave up
-                comm.quantized_allreduce(np.ones(300, np.float32), codec=codec, key="a")
-        after = kept_by(comm)
-        assert after["a"]["values"]["residual"].tobytes() == before["a"]["values"]["residual"].tobytes()
-        assert after["a"]["values"]["residual"].any()
-
-    missed = threading.Event()
-    qccl.run_ranks(2, call)
+    comm.quantized_allreduce(np.arange(300, dtype=np.float32), codec=codec, key="a")
+    before = kept_by(comm)
+    if comm.rank == 0:
+        with pytest.raises(CollectiveTimeout):
+            comm.quantized_allreduce(np.ones(300, np.float32), codec=codec, key="a", timeout=0.2)
+        missed.set()
+    else:
+        assert missed.wait(60)
+        with pytest.raises(PeerLost):  # rank 0 gave up
+            comm.quantized_allreduce(np.ones(300, np.float32), codec=codec, key="a")
+    after = kept_by(comm)
+    assert after["a"]["values"]["residual"].tobytes() == before["a"]["values"]["residual"].tobytes()
+    assert after["a"]["values"]["residual"].any()
 
 
 class HoldsHeaders(LoopbackTransport):
@@ -179,20 +172,18 @@ def test_a_call_that_fails_when_only_a_header_is_left_to_send_changes_nothing(mo
         ),
     ],
 )
-def test_wrong_states_are_not_loaded(spoil, reason):
-    def call(comm: qccl.Communicator) -> None:
-        comm.quantized_allreduce(np.arange(100, dtype=np.float32), codec="minmax2+ef", key="a")
-        saved = comm.state_dict()
-        before = saved["keys"]["a"]["values"]["residual"]
-        with pytest.raises(ArgumentError, match=reason):
-            comm.load_state_dict(saved | {"calls": 7, "keys": spoil(saved["keys"])})
-        for wrong in ([saved], saved["keys"], *(saved | {"calls": n} for n in (-1, None, 1 << 63, 1 << 64))):
-            with pytest.raises(ArgumentError, match="state"):
-                comm.load_state_dict(wrong)
-        assert comm.calls == saved["calls"] == 1
-        assert kept_by(comm)["a"]["values"]["residual"].tobytes() == before.tobytes()
-        comm.load_state_dict(saved | {"keys": {"a": saved["keys"]["a"] | {"values": {"residual": before[:50]}}}})
-        with pytest.raises(ArgumentError, match=r"numbers of elements .*50.* needs .*100.*reset\('a'\)"):
-            comm.quantized_allreduce(np.ones(100, np.float32), codec="minmax2+ef", key="a")
-
-    qccl.run_ranks(2, call)
+@on_ranks(2)
+def test_wrong_states_are_not_loaded(comm: qccl.Communicator, spoil, reason):
+    comm.quantized_allreduce(np.arange(100, dtype=np.float32), codec="minmax2+ef", key="a")
+    saved = comm.state_dict()
+    before = saved["keys"]["a"]["values"]["residual"]
+    with pytest.raises(ArgumentError, match=reason):
+        comm.load_state_dict(saved | {"calls": 7, "keys": spoil(saved["keys"])})
+    for wrong in ([saved], saved["keys"], *(saved | {"calls": n} for n in (-1, None, 1 << 63, 1 << 64))):
+        with pytest.raises(ArgumentError, match="state"):
+            comm.load_state_dict(wrong)
+    assert comm.calls == saved["calls"] == 1
+    assert kept_by(comm)["a"]["values"]["residual"].tobytes() == before.tobytes()
+    comm.load_state_dict(saved | {"keys": {"a": saved["keys"]["a"] | {"values": {"residual": before[:50]}}}})
+    with pytest.raises(ArgumentError, match=r"numbers of elements .*50.* needs .*100.*reset\('a'\)"):
+        comm.quantized_allreduce(np.ones(100, np.float32), codec="minmax2+ef", key="a")

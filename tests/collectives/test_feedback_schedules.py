@@ -7,22 +7,141 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
+from collective_cases import BOTH, STATEFUL, Case, with_state
+from drawn_cases import cases
+from hypothesis import given
+from hypothesis import strategies as st
 from schedule_cases import changed, one_rank, places, rejected
 
-from qccl.analysis.postconditions import allreduce
+import qccl
+from qccl.analysis import postconditions as expect
 from qccl.analysis.verify import verify
-from qccl.codecs import ErrorFeedback, MinMax, Momentum
+from qccl.codecs import ErrorFeedback, MinMax, Momentum, get
+from qccl.collectives import AllReduceSpec, HierarchicalSpec, PeerExchangeSpec, ReduceScatterSpec
 from qccl.collectives.allreduce import ALLREDUCE
-from qccl.dtypes import BFLOAT16, FLOAT16
+from qccl.collectives.feedback import sums_of
+from qccl.dtypes import BFLOAT16
 from qccl.schedule import Commit, Encode, Exchange, Op, Reduce, Role, Schedule, Span, StateBuffer, dependencies, tasks
 
 PLAIN = MinMax(bits=4, bucket=8)
-BOTH = Momentum(ErrorFeedback(PLAIN), 0.5)
-CODECS = (ErrorFeedback(PLAIN), Momentum(PLAIN), BOTH)
+WITH_BOTH = Momentum(ErrorFeedback(PLAIN), 0.5)
+CODECS = (ErrorFeedback(PLAIN), Momentum(PLAIN), WITH_BOTH)
 
 
-def all_ranks(name: str, size: int, count: int | list[int], codec=BOTH, **options) -> list[Schedule]:
+def sources(case: Case) -> list[list[int]]:
+    """By rank of a peer exchange, the ranks that send to it."""
+    return [[peer for peer in range(case.ranks) if rank in case.graph[peer]] for rank in range(case.ranks)]
+
+
+def schedules(case: Case) -> list[Schedule]:
+    shared = case.count, case.dtype, case.codec, case.chunk
+    if case.name == "allreduce":
+        specs = [AllReduceSpec.from_arguments(*shared, op=case.op, algorithm=case.algorithm)] * case.ranks
+    elif case.name == "reduce_scatter":
+        specs = [ReduceScatterSpec.from_arguments(*shared, op=case.op, counts=case.counts)] * case.ranks
+    elif case.name == "hierarchical_allreduce":
+        levels = {name: getattr(case, name) for name in ("layout", "node_ids", "algorithm", "intra")}
+        specs = [HierarchicalSpec.from_arguments(*shared, op=case.op, **levels)] * case.ranks
+    else:
+        specs = [
+            PeerExchangeSpec.from_arguments(*shared, send_to=to, receive_from=back, applied=True)
+            for back, to in zip(sources(case), case.graph, strict=True)
+        ]
+    return [spec.schedule(rank, case.ranks, in_place=case.in_place) for rank, spec in enumerate(specs)]
+
+
+def check(case: Case, made: list[Schedule] | None = None) -> None:
+    op, scale = ("sum", 1 / case.ranks) if case.op == "avg" else (case.op, 1.0)
+    made = schedules(case) if made is None else made
+    if case.name == "reduce_scatter":
+        verify(made, expect=partial(expect.reduce_scatter, counts=case.counts, op=op, scale=scale))
+    elif "allreduce" in case.name:
+        verify(made, expect=partial(expect.allreduce, op=op, scale=scale))
+    else:
+        verify(made, expect=partial(expect.exchanged, receive_from=sources(case)), given=expect.given_replicas)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+@given(data=st.data())
+def test_verified(name: str, data: st.DataObject) -> None:
+    check(data.draw(cases(name)))
+
+
+@pytest.mark.parametrize("case", with_state(BOTH), ids=str)
+def test_every_value_that_is_encoded_has_its_residual_and_own_values_their_momentum(case: Case) -> None:
+    for rank, schedule in enumerate(schedules(case)):
+        seen = {"residual": np.zeros(case.count, int), "momentum": np.zeros(case.count, int)}
+        for op in schedule.ops:
+            for kind, marks in seen.items():
+                each = getattr(op.state, kind) if isinstance(op, Reduce) and op.state else None
+                if each is not None:
+                    marks[each.old.start : each.old.stop] += 1
+        assert (seen["momentum"] == 1).all()
+        not_own = np.zeros(case.count, int)
+        for name, start, stop in sums_of(schedule):
+            assert name == "residual"
+            not_own[start:stop] = 1
+        senders = np.zeros(case.count, int)
+        for op in schedule.ops:
+            if isinstance(op, Reduce) and not op.srcs and op.state and op.state.residual:
+                senders[op.state.residual.old.start : op.state.residual.old.stop] = 1
+        assert (not_own == 1 - senders).all() or "residual" not in schedule.buffers
+        if case.name == "reduce_scatter":
+            first = sum(case.counts[:rank])
+            assert (seen["residual"] == 1 - not_own).all()
+            assert not_own.sum() == not_own[first : first + case.counts[rank]].sum() == case.counts[rank]
+        elif case.name == "peer_exchange":
+            assert (seen["residual"] == 1).all() and not not_own.any()
+        elif case.name == "allreduce":
+            assert (seen["residual"] == 1).all()
+
+
+def without_first(kind: str) -> Callable[[list[Op]], None]:
+    def mutate(ops: list[Op]) -> None:
+        place = next(i for i in places(ops, Reduce) if ops[i].state and getattr(ops[i].state, kind))
+        ops[place] = replace(ops[place], state=replace(ops[place].state, **{kind: None}))
+
+    return mutate
+
+
+@pytest.mark.parametrize("case", with_state(BOTH), ids=str)
+@pytest.mark.parametrize("kind", ["residual", "momentum"])
+def test_the_verifier_finds_an_operation_without_its_state(case: Case, kind: str) -> None:
+    made = changed(schedules(case), without_first(kind), (0,))
+    with pytest.raises(qccl.QcclError, match=rf"{kind}.next.* was never written"):
+        check(case, made)
+
+
+def test_the_verifier_finds_state_that_is_not_kept() -> None:
+    case = Case("reduce_scatter", 2, (64, 64), "minmax4:bucket=8+ef")
+    rejected(
+        changed(schedules(case), lambda ops: ops.pop()),
+        "residual.* ends as",
+        expect=partial(expect.reduce_scatter, counts=case.counts),
+    )
+
+
+def test_no_operation_keeps_a_stateful_codec() -> None:
+    for case in itertools.chain(with_state(BOTH), with_state("onebit+ef"), with_state("onebit+nesterov")):
+        for schedule in schedules(case):
+            assert not any(getattr(op, "codec", get("none")).state_names for op in schedule.ops)
+
+
+def test_ranks_that_encode_nothing_have_no_state() -> None:
+    case = Case("hierarchical_allreduce", 4, (700,), "onebit+ef", node_ids=(0, 0, 1, 1))
+    roles = [{b.role for b in schedule.buffers.values()} for schedule in schedules(case)]
+    assert [Role.STATE in each for each in roles] == [True, False, True, False]
+    one_node = replace(case, node_ids=(0, 0, 0, 0))
+    assert not any(Role.STATE in {b.role for b in s.buffers.values()} for s in schedules(one_node))
+    assert all(isinstance(op, Encode) or not getattr(op, "state", None) for s in schedules(one_node) for op in s.ops)
+
+
+# -- all-reduce --------------------------------------------------------------------------------------------------------
+
+
+def all_ranks(name: str, size: int, count: int | list[int], codec=WITH_BOTH, **options) -> list[Schedule]:
     return [
         one_rank(ALLREDUCE[name], rank, size, count, codec=codec, chunk_elements=16, **options) for rank in range(size)
     ]
@@ -33,14 +152,11 @@ def states(schedule: Schedule) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", ["two_round", "one_shot"])
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_all_ranks_are_right(name, size):
-    for codec, count, in_place, scale in itertools.product(CODECS, [0, 1, 8, 401], [False, True], [1.0, 0.25]):
-        expect = partial(allreduce, scale=scale)
-        schedules = all_ranks(name, size, count, codec, in_place=in_place, scale=scale, dtype=FLOAT16)
-        verify(schedules, expect=expect)
-        together = all_ranks(name, size, [count, 3, 0, 50], codec, in_place=in_place, scale=scale, dtype=BFLOAT16)
-        verify(together, expect=expect)
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_several_arrays(name, size):
+    for codec, in_place, scale in itertools.product(CODECS, [False, True], [1.0, 0.25]):
+        made = all_ranks(name, size, [401, 3, 0, 50], codec, in_place=in_place, scale=scale, dtype=BFLOAT16)
+        verify(made, expect=partial(expect.allreduce, scale=scale))
 
 
 def test_one_vector_each_whatever_the_algorithm():
@@ -54,19 +170,6 @@ def test_one_vector_each_whatever_the_algorithm():
     assert states(schedule) == {"momentum 0": 5, "momentum 2": 7}
 
 
-def test_every_value_that_is_encoded_has_its_residual_and_own_values_their_momentum():
-    for schedule in all_ranks("two_round", 3, 100):
-        covered = {"residual": set(), "momentum": set()}
-        for op in schedule.ops:
-            assert not isinstance(op, Encode)
-            for kind in covered:
-                state_buffers = getattr(op.state, kind) if isinstance(op, Reduce) and op.state else None
-                for i in range(state_buffers.old.start, state_buffers.old.stop) if state_buffers else ():
-                    assert i not in covered[kind]
-                    covered[kind].add(i)
-        assert covered == {"residual": set(range(100)), "momentum": set(range(100))}
-
-
 @pytest.mark.parametrize("per_transfer", [True, False])
 def test_the_commit_waits_for_everything(per_transfer):
     schedule = all_ranks("two_round", 3, 100)[1]
@@ -75,23 +178,23 @@ def test_the_commit_waits_for_everything(per_transfer):
     assert dependencies(program)[-1] == tuple(range(len(program) - 1))
 
 
-def with_state(ops: list[Op], place: int, **parts) -> None:
+def with_parts(ops: list[Op], place: int, **parts) -> None:
     ops[place] = replace(ops[place], state=replace(ops[place].state, **parts))
 
 
 def without(kind: str, place: int) -> Callable[[list[Op]], None]:
-    return lambda ops: with_state(ops, places(ops, Reduce)[place], **{kind: None})
+    return lambda ops: with_parts(ops, places(ops, Reduce)[place], **{kind: None})
 
 
 def moved(ops: list[Op]) -> None:
     """The second operation takes the residual of the first."""
     first, second = places(ops, Reduce)[:2]
-    with_state(ops, second, residual=ops[first].state.residual)
+    with_parts(ops, second, residual=ops[first].state.residual)
 
 
 def written_at_once(ops: list[Op]) -> None:
     old = ops[0].state.residual.old
-    with_state(ops, 0, residual=StateBuffer(old, old))
+    with_parts(ops, 0, residual=StateBuffer(old, old))
 
 
 def early(ops: list[Op]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from qccl.chunks import ChunkPolicy
 from qccl.codecs import MinMax, NoCodec
 from qccl.collectives.operands import CallerBuffers, Group
-from qccl.collectives.partitions import partition, partition_for_all
+from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import pipeline
 from qccl.collectives.wire import ALIGNMENT, Encoding, Slots, exchange
 from qccl.dtypes import FLOAT32
@@ -24,20 +24,19 @@ COUNTS = [0, 1, 7, 8, 9, 100, 1000, 4096]
 @pytest.mark.parametrize("chunk", [1, 8, 24, 10_000])
 def test_chunks_tile_the_vector(count: int, parts: int, chunk: int) -> None:
     """In order, without gaps, at multiples of the bucket, no larger than asked, and balanced."""
-    partitioned = partition(count, parts, MinMax(bucket=8), ChunkPolicy.of_elements(chunk))
-    shards = [partitioned.shard(part) for part in range(parts)]
-    chunks = [partitioned.chunk(part, k) for part in range(parts) for k in range(partitioned.chunks)]
-    for segments in (shards, chunks):
-        assert [i for segment in segments for i in segment] == list(range(count))
-        assert all(segment.start % 8 == 0 or segment.start == count for segment in segments)
-    granules = [-(-len(shard) // 8) for shard in shards]
+    partitioned = partition([count], parts, [MinMax(bucket=8)], ChunkPolicy.of_elements(chunk))
+    shards = [[s for k in range(partitioned.chunks) for s in partitioned.segments(part, k)] for part in range(parts)]
+    chunks = [segment for shard in shards for segment in shard]
+    assert [i for segment in chunks for i in range(segment.start, segment.stop)] == list(range(count))
+    assert all(segment.start % 8 == 0 and segment.index == segment.start for segment in chunks)
+    granules = [-(-sum(map(len, shard)) // 8) for shard in shards]
     assert max(granules) - min(granules) <= 1
-    assert max(map(len, chunks)) <= max(chunk, 8)
+    assert max(map(len, chunks), default=0) <= max(chunk, 8)
     assert partitioned.chunks == 1 or max(granules) * 8 > (partitioned.chunks - 1) * max(chunk // 8, 1) * 8
 
 
 def test_codec_that_cannot_be_split_has_one_chunk() -> None:
-    partitioned = partition(10_000, 3, MinMax(bucket="shard"), ChunkPolicy.of_elements(8))
+    partitioned = partition([10_000], 3, [MinMax(bucket="shard")], ChunkPolicy.of_elements(8))
     assert (partitioned.chunks, partitioned.granule) == (1, 1024)
 
 
@@ -47,9 +46,9 @@ def test_codec_that_cannot_be_split_has_one_chunk() -> None:
 def test_default_chunk(count: int, size: int, bits: int) -> None:
     """Messages of 48 to 160 KiB whatever the bits, at least 9 of a shard if they are not too small then."""
     codec = MinMax(bits)
-    partitioned = partition(count, size, codec)
-    shard = codec.encoded_nbytes(len(partitioned.shard(0)), FLOAT32)
-    chunk = codec.encoded_nbytes(len(partitioned.chunk(0, 0)), FLOAT32)
+    partitioned = partition([count], size, [codec])
+    lengths = [sum(map(len, partitioned.segments(0, k))) for k in range(partitioned.chunks)]
+    shard, chunk = (codec.encoded_nbytes(length, FLOAT32) for length in (sum(lengths), lengths[0]))
     bucket = codec.encoded_nbytes(1024, FLOAT32)
     assert chunk <= 160 * 1024 + bucket
     assert partitioned.chunks == 1 or chunk >= 24 * 1024 - bucket
@@ -63,7 +62,7 @@ def test_default_chunk(count: int, size: int, bits: int) -> None:
 def test_the_default_chunks_of_two_levels_are_small_at_both_ends(count: int, parts: int) -> None:
     """48 KiB of codes first and last, up to 192 between, less where there are many parts; nothing is left out."""
     codec = MinMax(8)
-    partitioned = partition_for_all([count], parts, (NoCodec(), codec))
+    partitioned = partition([count], parts, (NoCodec(), codec), ramped=True)
     edges = [min(bound * partitioned.granule, count) for bound in partitioned.bounds]
     bucket = codec.encoded_nbytes(partitioned.granule, FLOAT32)
     for part in range(parts):
@@ -90,22 +89,29 @@ def test_bad_place(rank: int) -> None:
 
 
 def test_slots_do_not_overlap() -> None:
-    slots = Slots("ring", 3, 2, 64)
-    spans = {slots.span(k, column, 64) for k in range(2) for column in range(3)}
-    assert sorted(span.start for span in spans) == [0, 64, 128, 192, 256, 320]
-    assert slots.span(2, 1, 10) == Span("ring", 64, 74)
-    assert slots.buffers()["ring"].nbytes == 384
+    partitioned = partition([40], 1, [NoCodec()], ChunkPolicy.of_elements(1))
+    slots = Slots(Encoding(partitioned, NoCodec(), FLOAT32, depth=2), "ring", {5: 0, 7: 0, 6: 0})
+    assert slots.wires(0) == {5: Span("ring", 0, 160), 7: Span("ring", 192, 352), 6: Span("ring", 384, 544)}
+    assert list(slots.wires(0, whole=True).values()) == [Span("ring", start, start + 192) for start in (0, 192, 384)]
+    assert slots.buffers()["ring"].nbytes == 576
+    assert Slots(slots.encoding, "ring", {}).buffers() == {}
 
 
 def test_slot_sizes() -> None:
-    """Aligned, large enough for every chunk, and no more rows than chunks."""
-    partitioned = partition(1000, 3, NoCodec(), ChunkPolicy.of_elements(1024))
-    encoding = Encoding(partitioned, NoCodec(), FLOAT32, depth=4)
-    slots = encoding.slots("ring", 2)
-    assert slots.slot_nbytes % ALIGNMENT == 0 and slots.depth == partitioned.chunks
-    for part in range(3):
-        for k in range(partitioned.chunks):
-            assert encoding.nbytes(part, k) == 4 * len(partitioned.chunk(part, k)) <= slots.slot_nbytes
+    """Aligned, large enough for every chunk, in rows that are used again, and no more rows than chunks."""
+    partitioned = partition([3000], 3, [MinMax(bucket=8)], ChunkPolicy.of_elements(300))
+    for depth, rows in ((2, 2), (9, 4)):
+        encoding = Encoding(partitioned, NoCodec(), FLOAT32, depth)
+        slots = Slots(encoding, "ring", {0: 0, 1: 1, 2: 2})
+        assert encoding.slot_nbytes % ALIGNMENT == 0 and partitioned.chunks == 4
+        assert slots.buffers()["ring"].nbytes == 3 * rows * encoding.slot_nbytes
+        spans = [slots.wires(k, whole=True)[part] for k in range(4) for part in range(3)]
+        assert [span.start for span in spans] == [i % (3 * rows) * encoding.slot_nbytes for i in range(12)]
+        for part in range(3):
+            for k in range(partitioned.chunks):
+                length = sum(map(len, partitioned.segments(part, k)))
+                assert encoding.nbytes(part, k) == 4 * length <= encoding.slot_nbytes
+                assert len(slots.wires(k)[part]) == encoding.nbytes(part, k)
 
 
 def test_peers_are_rotated() -> None:

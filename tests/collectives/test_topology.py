@@ -10,17 +10,27 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from cases import NUMPY, hard_data
-from laws import assert_same_bits
+from kernel_calls import assert_same_bits
+from thread_ranks import on_ranks
 
 import qccl
 from qccl.analysis import postconditions as expect
 from qccl.analysis.verify import verify
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs import MinMax, NoCodec, TwoRounds, get
-from qccl.collectives import AllGatherSpec, AllReduceSpec, CoalescedSpec, CollectiveSpec, ReduceScatterSpec, for_nodes
-from qccl.collectives.explain import sent_between_nodes
-from qccl.collectives.levels import all_gather_in_levels, reduce_scatter_in_levels
+from qccl.collectives import (
+    AllGatherSpec,
+    AllReduceSpec,
+    CoalescedSpec,
+    CollectiveSpec,
+    ReduceScatterSpec,
+    for_nodes,
+    ways,
+)
+from qccl.collectives.all_gather import all_gather_in_levels
 from qccl.collectives.operands import CallerBuffers, Combine, Group, ranks_by_node
+from qccl.collectives.reduce_scatter import reduce_scatter_in_levels
+from qccl.collectives.topology import costs
 from qccl.dtypes import BFLOAT16, DTYPES, FLOAT32, DType
 
 #: each of these makes all three collectives choose two levels
@@ -31,7 +41,7 @@ def busiest(spec: CollectiveSpec, node_ids: tuple[int, ...]) -> int:
     """Bytes that the node sends to others that sends most."""
     size, sent = len(node_ids), dict.fromkeys(node_ids, 0)
     for rank in range(size):
-        sent[node_ids[rank]] += sent_between_nodes(spec.schedule(rank, size, in_place=True), node_ids)
+        sent[node_ids[rank]] += spec.schedule(rank, size, in_place=True).moved_nbytes(node_ids)[0]
     return max(sent.values())
 
 
@@ -219,24 +229,19 @@ def test_an_all_reduce_has_the_bits_of_two_levels(name: str, node_ids: tuple[int
         assert_same_bits(found, results[0][1], "all ranks")
 
 
-def test_state_of_another_algorithm_is_refused() -> None:
+@on_ranks(4)
+def test_state_of_another_algorithm_is_refused(comm: qccl.Communicator) -> None:
     """With both calls in the message; the named algorithm still takes it."""
     node_ids = (0, 0, 1, 1)
-
-    def run(comm: qccl.Communicator) -> None:
-        x = np.ones(1 << 18, np.float32)
-        options = {"codec": "minmax8+ef", "key": "a"}
-        comm.quantized_allreduce(x, algorithm="two_round", **options)
-        saved = comm.state_dict()
-        comm.nodes = node_ids
-        comm.load_state_dict(saved)
-        with pytest.raises(
-            qccl.ArgumentError, match=r"belongs to allreduce.*this is hierarchical_allreduce.*algorithm="
-        ):
-            comm.quantized_allreduce(x, **options)
-        comm.quantized_allreduce(x, algorithm="two_round", **options)
-
-    qccl.run_ranks(4, run)
+    x = np.ones(1 << 18, np.float32)
+    options = {"codec": "minmax8+ef", "key": "a"}
+    comm.quantized_allreduce(x, algorithm="two_round", **options)
+    saved = comm.state_dict()
+    comm.nodes = node_ids
+    comm.load_state_dict(saved)
+    with pytest.raises(qccl.ArgumentError, match=r"belongs to allreduce.*this is hierarchical_allreduce.*algorithm="):
+        comm.quantized_allreduce(x, **options)
+    comm.quantized_allreduce(x, algorithm="two_round", **options)
 
 
 @pytest.mark.parametrize(
@@ -261,3 +266,19 @@ def test_a_plan_explains_itself(node_ids: tuple[int, ...], name: str, options: d
     assert re.search(wanted, found), found
     sent = [int(each.replace(",", "")) for each in re.findall(r"([\d,]+) bytes to other nodes", found)]
     assert len(sent) == 1 and (sent[0] > 0) == (len(set(node_ids)) > 1)
+
+
+@pytest.mark.parametrize("node_ids", LAYOUTS, ids=str)
+@pytest.mark.parametrize("codec", ["minmax8", "minmax4/minmax8", "none"])
+def test_the_costs_that_decide_are_the_bytes_of_the_schedules(node_ids: tuple[int, ...], codec: str) -> None:
+    """Within 2% on large vectors, whose shards are as good as equal; they differ by a bucket."""
+    size = len(node_ids)
+    shared = size << 16, "float32", codec, None
+    parts = [size - rank << 16 for rank in range(size)]
+    given = sum(parts), *shared[1:]
+    specs = [AllReduceSpec.from_arguments(*shared), ReduceScatterSpec.from_arguments(*given, counts=parts)]
+    for spec in (*specs, AllGatherSpec.from_arguments(*given, counts=parts)):
+        flat, levels = costs(spec, node_ids)
+        assert flat.nbytes == pytest.approx(busiest(spec, node_ids), rel=0.02), spec.name
+        in_levels = ways(spec, node_ids)["two levels"]
+        assert levels.nbytes == pytest.approx(busiest(in_levels, node_ids), rel=0.02), spec.name

@@ -174,6 +174,8 @@ HOSTILE = {
     "zero": changed("points", [[2, 0]]),
     "negative": changed("points", [[2, -1.0]]),
     "huge": changed("points", [[2, 10**400]]),
+    "a time that is a bool": changed("points", [[2, True]]),
+    "a time that is a text": changed("points", [[2, "1"]]),
     "a count of a float": changed("points", [[2.5, 1.0]]),
     "a count that is too large": changed("points", [[1 << 63, 1.0]]),
     "density": changed("density", 0),

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 #: an NCCL of version 2.28, which knows its number
 _LIBRARY = """extern "C" int ncclGetVersion(int *version) { *version = 22800; return 0; }
 extern "C" int number() { return NUMBER; }

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from codec_table import TABLE
-from nvrtc import WHEELS, Nvrtc, Program
+from nvrtc import Nvrtc, Program
 
 from qccl import codecs
 from qccl.codecs import Codec, MinMax, NoCodec, Trellis
@@ -209,7 +209,7 @@ def library_of(cuda: int) -> Nvrtc:
         pytest.skip(f"{error} (extra 'nvrtc')")
 
 
-@pytest.fixture(params=WHEELS, scope="module")
+@pytest.fixture(params=[pytest.param(12, marks=pytest.mark.packages), 13], scope="module")
 def library(request: pytest.FixtureRequest) -> Nvrtc:
     return library_of(request.param)
 
@@ -218,6 +218,7 @@ def library(request: pytest.FixtureRequest) -> Nvrtc:
 COMPILERS = [*((12, arch) for arch in ARCHITECTURES), (13, EVERYTHING)]
 
 
+@pytest.mark.packages
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cuda", "arch"),

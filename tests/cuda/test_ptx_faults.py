@@ -1,26 +1,35 @@
-"""Faults that are planted in the kernels are found, all of them: in lines of PTX that run, and in the source."""
+"""Faults that are planted in the kernels are found, all of them, by the PTX machine.
+
+| planted | by | found as |
+| --- | --- | --- |
+| in the PTX of each codec's kernels: barriers, bounds, alignment, lanes, conversions, values (PLANTS) | `check()` | a fault of the machine, or other bytes than the host's |
+| in the source: each barrier of a block or of a warp taken away | `test_a_missing_synchronisation_is_a_race` | a race |
+| in the source: a wrong value, counter, place, scale, guard or barrier in kernels with state and commits (MISTAKES) | `test_a_mistake_in_the_source_is_found` | a fault, or other bytes |
+| in the PTX of the kernels around a run: either barrier | test_run_kernels.py | a race, or bits never set |
+| in PTX written by hand: each kind of mistake that the machine reports | test_ptx_machine.py | the report of that mistake |
+"""  # noqa: E501
 
 from __future__ import annotations
 
 import functools
 import random
+import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from kernel_cases import CASES, Case, Operations, Prepared
-from nvrtc import Nvrtc
-from planted_faults import Bench
-from ptx_emulator import PtxEmulator
+from ptx_emulator import Fault, PtxEmulator, nvrtc_13
 from state_cases import CommitCase, Commits, StateCase, StateOperations
 
 from qccl import codecs, dtypes
+from qccl.codecs import MinMax, OneBit
 from qccl.cuda import source as cuda_source
 from qccl.dtypes import BFLOAT16, FLOAT32
 
-pytestmark = pytest.mark.starts_first
+pytestmark = [pytest.mark.starts_first, pytest.mark.processes, pytest.mark.slow]
 
 HEADERS = Path(cuda_source.__file__).parent.parent / "kernels"
 RANDOMK = "randomk:k=3,block=16"
@@ -36,18 +45,91 @@ AFTER_A_FAILURE = CommitCase(FLOAT32, 0, "a failure")
 AnyCase = StateCase | CommitCase
 
 
-def nvrtc_13() -> Nvrtc:
-    try:
-        return Nvrtc(13)
-    except FileNotFoundError as error:
-        pytest.skip(f"{error} (extra 'nvrtc')")
-
-
 def prepared(case: AnyCase) -> Prepared:
     return StateOperations(case) if isinstance(case, StateCase) else Commits(case)
 
 
 # -- in lines of PTX -------------------------------------------------------------------------------------------------
+
+_OFFSET = r"(?:\+\d+)?\]"
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A kind of fault: a regular expression for the code that it replaces, and the new code."""
+
+    kind: str
+    name: str
+    pattern: str
+    replacement: str
+    everywhere: bool = False  # in all lines that run, not in one
+
+
+PLANTS = (
+    # all of them: another one may stand between the same accesses
+    Plant("barrier", "barriers are missing", r"\bbar\.sync\s+0;", "", everywhere=True),
+    Plant("barrier", "barriers of warps are missing", r"\bbar\.warp\.sync\s+-1;", "", everywhere=True),
+    Plant("bounds", "a load is far away", rf"(ld\.global[^;]*\[%\w+){_OFFSET}", r"\1+16777216]"),
+    Plant("bounds", "a store is far away", rf"(st\.global[^;]*\[%\w+){_OFFSET}", r"\1+16777216]"),
+    Plant("bounds", "a store is wider", r"st\.global\.u?b?8(\s+\[%\w+(?:\+\d+)?\], )%\w+;", r"st.global.u32\g<1>%r1;"),
+    Plant("bounds", "shared memory is not there", rf"((?:ld|st)\.shared[^;]*\[[%\w$]+){_OFFSET}", r"\1+131072]"),
+    Plant("alignment", "a load is one byte further", rf"(ld\.global[^;]*(?:16|32|64)\s[^;]*\[%\w+){_OFFSET}", r"\1+1]"),
+    Plant("alignment", "a store is one byte further", rf"(st\.global[^;]*\[%\w+){_OFFSET}", r"\1+1]"),
+    Plant("lane", "a lane is missing", r"(shfl\.sync\.[^;]*), [^,;]+;", r"\1, 0x7fffffff;"),
+    Plant("lane", "a warp's barrier lacks a lane", r"(bar\.warp\.sync)\s+-1;", r"\1 0x7fffffff;"),
+    Plant("conversion", "values are cut off", r"cvt\.rn\.(bf16\w*\.f32)", r"cvt.rz.\1", everywhere=True),
+    Plant("conversion", "values are rounded", r"cvt\.rzi\.s32\.f32", "cvt.rni.s32.f32", everywhere=True),
+    Plant(
+        "conversion",
+        "halves are swapped",
+        r"(cvt\.rn\.\w+x2\.f32\s+%\w+), (%\w+), (%\w+);",
+        r"\1, \3, \2;",
+        everywhere=True,
+    ),
+    Plant("conversion", "bytes are reversed", r"(prmt\.b32\s[^;]*), [^,;]+;", r"\1, 0x0123;", everywhere=True),
+    # of addresses: other undefined bits may decide comparisons without consequence
+    Plant("value", "a register is never set", r"cvta\.to\.global\.u64\s+%\w+, %\w+;", "", everywhere=True),
+    # not of constants: of NaN the result is the same, of +0 it is for all but -0
+    Plant("value", "sums are differences", r"add\.rn\.f32(\s+%\w+, %\w+, %)", r"sub.rn.f32\1", everywhere=True),
+    Plant("value", "products are sums", r"mul\.rn\.f32", "add.rn.f32", everywhere=True),
+)
+
+
+class Bench:
+    """Prepared kernels, in which faults are planted one at a time."""
+
+    def __init__(self, emulator: PtxEmulator, prepared: Prepared) -> None:
+        self._emulator, self._prepared = emulator, prepared
+        self._content = [buffer.copy() for buffer in prepared.arrays.buffers]
+
+    def plants(self, chooser: random.Random) -> Iterator[tuple[str, str, str | None]]:
+        """Plant each kind of fault that fits in one executed line of each kernel.
+
+        Gives the kernel with the kind, the line, and what was found: None if nothing was.
+        """
+        for kind, launch in self._prepared.launches.items():
+            assert self.found(kind) is None
+            for name in launch.kernels:
+                lines = self._emulator.text(name).split("\n")
+                executed = [i for i in self._emulator.executed_lines(name) if i < len(lines)]
+                for plant in PLANTS:
+                    changed = {i: re.sub(plant.pattern, plant.replacement, lines[i], count=1) for i in executed}
+                    places = [i for i in executed if changed[i] != lines[i]]
+                    if places:
+                        chosen = places if plant.everywhere else [chooser.choice(places)]
+                        text = "\n".join(changed[i] if i in chosen else line for i, line in enumerate(lines))
+                        with self._emulator.edited(name, text):
+                            yield f"{kind}: {plant.kind}: {plant.name}", lines[chosen[0]].strip(), self.found(kind)
+
+    def found(self, kind: str) -> str | None:
+        """What is wrong with a launch."""
+        for buffer, content in zip(self._prepared.arrays.buffers, self._content, strict=True):
+            buffer[:] = content
+        try:
+            self._prepared.check(self._emulator, [kind])
+        except (Fault, AssertionError) as error:
+            return str(error) or "other bytes"
+        return None
 
 
 def of_codec(spec: str, dtype: str) -> Prepared:
@@ -155,6 +237,14 @@ MISTAKES = (
 )  # fmt: skip
 
 
+def without(headers: Path, header: str | Path, text: str, replacement: str) -> PtxEmulator:
+    """The kernels with another text of a header, in a copy."""
+    shutil.copytree(HEADERS, headers, ignore=shutil.ignore_patterns("host", "engine"))
+    assert text in (HEADERS / header).read_text()
+    (headers / header).write_text((HEADERS / header).read_text().replace(text, replacement))
+    return PtxEmulator(nvrtc_13(), headers)
+
+
 @functools.cache
 def right(case: AnyCase) -> None:
     """Without a mistake the case passes."""
@@ -164,11 +254,32 @@ def right(case: AnyCase) -> None:
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)
 def test_a_mistake_in_the_source_is_found(mistake: Mistake, tmp_path: Path) -> None:
     right(mistake.case)
-    headers = tmp_path / "kernels"
-    shutil.copytree(HEADERS, headers, ignore=shutil.ignore_patterns("host", "engine"))
-    text = (headers / mistake.header).read_text()
-    assert mistake.text in text
-    (headers / mistake.header).write_text(text.replace(mistake.text, mistake.replacement))
     case = prepared(mistake.case)
     (kind,) = case.launches
-    assert Bench(PtxEmulator(nvrtc_13(), headers), case).found(kind)
+    assert Bench(without(tmp_path / "kernels", mistake.header, mistake.text, mistake.replacement), case).found(kind)
+
+
+SYNCHRONISATION = re.compile(r"__sync(?:threads|warp)\((?:kAllLanes)?\);")
+#: a header, and the place of one of its barriers
+SYNCHRONISATIONS = [
+    pytest.param(path, *match.span(), id=f"{path.name}-{path.read_text()[: match.start()].count(chr(10)) + 1}")
+    for path in sorted((*HEADERS.glob("cuda/*.h"), *HEADERS.glob("codecs/*/device.h")))
+    if path.name != "run.h"  # see test_run_kernels.py
+    for match in SYNCHRONISATION.finditer(path.read_text())
+]
+
+
+def test_barriers_of_blocks_and_of_warps_are_taken_away() -> None:
+    found = [path.read_text()[begin:end] for path, begin, end in (each.values for each in SYNCHRONISATIONS)]
+    assert "__syncthreads();" in found and found.count("__syncwarp();") > 5
+
+
+@pytest.mark.parametrize(("path", "begin", "end"), SYNCHRONISATIONS)
+def test_a_missing_synchronisation_is_a_race(path: Path, begin: int, end: int, tmp_path: Path) -> None:
+    # values and codes go through shared memory, a bucket takes a block, and no shuffle hides a missing barrier
+    codec = OneBit(1032, "mean") if path.name == "team.h" else MinMax(6, 8192, "nearest")
+    text = path.read_text()[:end]
+    emulator = without(tmp_path / "kernels", path.relative_to(HEADERS), text, text[:begin])
+    with pytest.raises(Fault, match=r"^race"):
+        for seed in range(4):  # the addresses differ: some arrays are copied through shared memory
+            Operations(Case(codec, FLOAT32, "sum", aligned=False), seed).check(emulator, ["reduce"])

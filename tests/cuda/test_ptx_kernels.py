@@ -1,28 +1,27 @@
 """NVRTC's PTX of the CUDA kernels, executed by an interpreter (ptx_emulator.py), against the host's bytes.
 
-Of each codec some cases for each architecture; with ``-m every_arch`` cases for sm_90, one of each
-QCCL_PTX_EVERY (20; all of them take minutes). test_cuda_run_kernels.py has the kernels that surround each run.
+scripts/test has one kernel for each architecture, ``--all`` some cases of each codec for each, and ``-m every_arch``
+all cases for sm_90. test_run_kernels.py has the kernels that surround each run.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from kernel_cases import CASES, Case, Operations, Prepared, TwoOutliers
-from nvrtc import Nvrtc
-from ptx_emulator import ARCHITECTURES, PtxEmulator
+from ptx_emulator import ARCHITECTURES, PtxEmulator, nvrtc_13
 from state_cases import COMMITS, STATE_CASES, CommitCase, Commits, StateCase, StateOperations
 
+from qccl.codecs import MinMax
 from qccl.cuda import source as cuda_source
+from qccl.dtypes import BFLOAT16
 
-pytestmark = pytest.mark.starts_first
+pytestmark = [pytest.mark.starts_first, pytest.mark.processes]
 
-EVERY = int(os.environ.get("QCCL_PTX_EVERY", "20"))
 HEADERS = Path(cuda_source.__file__).parent.parent / "kernels" / "cuda"
 AnyCase = Case | StateCase | CommitCase
 
@@ -38,10 +37,14 @@ def prepared(case: AnyCase) -> Prepared:
 
 @functools.cache
 def emulator(arch: int) -> PtxEmulator:
-    try:
-        return PtxEmulator(Nvrtc(13), arch=arch)
-    except FileNotFoundError as error:
-        pytest.skip(f"{error} (extra 'nvrtc')")
+    return PtxEmulator(nvrtc_13(), arch=arch)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_kernel_of_each_architecture(arch: int) -> None:
+    """Of minmax, with bytes packed, warps that exchange, and barriers."""
+    Operations(Case(MinMax(4, 64, "nearest"), BFLOAT16, "sum", aligned=False)).check(emulator(arch), ["encode"])
 
 
 def sample() -> Iterator[tuple[int, AnyCase]]:
@@ -67,6 +70,7 @@ def sample() -> Iterator[tuple[int, AnyCase]]:
 SAMPLE = list(sample())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "case"), SAMPLE, ids=str)
 def test_some_of_each_codec_and_architecture(arch: int, case: AnyCase) -> None:
     prepared(case).check(emulator(arch))
@@ -86,6 +90,6 @@ def test_of_two_outliers_for_an_element_the_first_is_valid() -> None:
 
 
 @pytest.mark.every_arch
-@pytest.mark.parametrize("case", [*CASES, *STATE_CASES, *COMMITS][::EVERY], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *STATE_CASES, *COMMITS], ids=str)
 def test_all_on_sm_90(case: AnyCase) -> None:
     prepared(case).check(emulator(90))

@@ -9,6 +9,8 @@ import pytest
 from ptx_emulator import Fault, Kernel, PtxError, extents, machine
 from ptx_program import Module
 
+pytestmark = pytest.mark.processes
+
 #: threads have the address of a word of the input in %rd3, of the output in %rd4, and their number in %r0
 _KERNEL = """
 .version 8.0

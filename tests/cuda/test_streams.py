@@ -56,9 +56,20 @@ def required(schedule: Schedule, program: tuple[StreamTask, ...]) -> set[tuple[i
     """The pairs of steps that the schedule's dependencies order."""
     step_of = {op: number for number, step in enumerate(program) for op in step.ops}
     needed = dependencies(tuple(tasks(schedule, per_transfer=False)))
-    pairs = {(step_of[j], step_of[i]) for i, each in enumerate(needed) for j in each}
+    return {(step_of[j], step_of[i]) for i, each in enumerate(needed) for j in each}
+
+
+def check_waits(program: tuple[StreamTask, ...], pairs: set[tuple[int, int]]) -> None:
+    """These pairs of steps are in order, all are between the first and the last step, and no event is to spare."""
     end = len(program) - 1
-    return pairs | {(0, number) for number in range(1, end + 1)} | {(number, end) for number in range(end)}
+    pairs |= {(0, number) for number in range(1, end + 1)} | {(number, end) for number in range(end)}
+    before = predecessors(program)
+    assert all(first in before[second] for first, second in pairs)
+    for number, step in enumerate(program):
+        for event in step.waits:
+            assert program[event].queue is not step.queue and program[event].records
+            without = predecessors(program, leave_out=(event, number))
+            assert any(first not in without[second] for first, second in pairs), "an event that is implied"
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -66,14 +77,7 @@ def required(schedule: Schedule, program: tuple[StreamTask, ...]) -> set[tuple[i
 def test_every_dependency_is_kept_and_no_event_is_to_spare(size, count):
     for schedule in schedules(size, count):
         program = stream_tasks(schedule)
-        pairs = required(schedule, program)
-        before = predecessors(program)
-        assert all(first in before[second] for first, second in pairs)
-        for number, step in enumerate(program):
-            for event in step.waits:
-                assert program[event].queue is not step.queue and program[event].records
-                without = predecessors(program, leave_out=(event, number))
-                assert any(first not in without[second] for first, second in pairs), "an event that is implied"
+        check_waits(program, required(schedule, program))
         waited = {event for step in program for event in step.waits} | {len(program) - 1}
         assert {number for number, step in enumerate(program) if step.records} == waited
 
@@ -102,15 +106,8 @@ def test_transfers_through_the_host_have_queues_of_their_own(node_ids, layout, a
                 )
                 assert program[s].queue is queue
         needed = dependencies([part for _, part in parts])
-        end = len(program) - 1
-        pairs = {(parts[j][0], parts[i][0]) for i, each in enumerate(needed) for j in each}
-        pairs |= {(0, number) for number in range(1, end + 1)} | {(number, end) for number in range(end)}
+        check_waits(program, {(parts[j][0], parts[i][0]) for i, each in enumerate(needed) for j in each})
         before = predecessors(program)
-        assert all(first in before[second] for first, second in pairs)
-        for number, step in enumerate(program):
-            for event in step.waits:
-                without = predecessors(program, leave_out=(event, number))
-                assert any(first not in without[second] for first, second in pairs), "an event that is implied"
         outs, ins = ([s for s, step in enumerate(program) if step.queue is queue] for queue in (Queue.OUT, Queue.IN))
         assert bool(outs) == bool(ins) == (node_ids[:rank].count(task) < owners)
         for earlier, later in zip(ins, outs[1:], strict=False) if algorithm == "one_shot" else ():

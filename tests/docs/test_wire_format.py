@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import oracle
 import pytest
-from laws import oracle_codec
+from codec_table import oracle_codec
 
 import qccl
 from qccl import codecs
@@ -81,7 +81,7 @@ def bounds(allowed: str) -> tuple[list[object], list[object]]:
         words: list[object] = ["shard"] if allowed.endswith("or shard") else []
         return [low, low + step, high, *words], [low - step, high + step, "other", *([low + 1] if step > 1 else [])]
     if allowed.startswith("a fraction"):
-        return [1e-9, 0.5, 1, 16384], [0, -0.5, 1.5, 16385]
+        return [1e-9, 0.5, 1.0, 1, 16384], [0, 0.0, -0.5, 1.5, 2.0, 16385]
     words = allowed.split(", ")
     if words == ["true", "false"]:
         return [True, False], [2, "other"]
@@ -120,11 +120,12 @@ def test_shards_and_chunks_are_cut_as_the_page_says(spec: str, where: str) -> No
             elements = max(40960, 3145728 // (3 * (3 * n - 2))) if shared else 5000
             chunks = max(1, -(-largest // max(1, elements // codec.granule)))
         chunks = chunks if codec.splittable else 1
-        partitioned = partition(count, n, codec, policy)
+        partitioned = partition([count], n, [codec], policy)
         assert partitioned.chunks == chunks
         for j in range(n):
             first, last = granules * j // n, granules * (j + 1) // n
             for k in range(chunks):
                 start, stop = (first + (last - first) * i // chunks for i in (k, k + 1))
-                found = partitioned.chunk(j, k)
-                assert found == range(*(min(edge * codec.granule, count) for edge in (start, stop))) or not found
+                edges = tuple(min(edge * codec.granule, count) for edge in (start, stop))
+                found = [(segment.start, segment.stop) for segment in partitioned.segments(j, k)]
+                assert found == [edges] or (not found and edges[0] == edges[1])

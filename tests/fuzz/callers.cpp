@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "../../kernels/engine/wan.h"
+#include "../../kernels/engine/wan_sockets.h"
 #include "frame_inputs.h"
 
 namespace {

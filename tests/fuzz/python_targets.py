@@ -25,12 +25,10 @@ find_plainly()
 with atheris.instrument_imports(include=["qccl"]):
     from qccl import codecs
     from qccl.bench.explain import explained
-    from qccl.bench.simulated import Profile
     from qccl.costs.group import GroupProfile
     from qccl.errors import ArgumentError, CodecError, EngineError
     from qccl.records import read_record
     from qccl.saved import load_state, save_state
-    from qccl.transports import relay_protocol
     from qccl.transports.channel import Channel
     from qccl.transports.invitation import Invitation
     from qccl.transports.join_address import JoinAddress
@@ -81,14 +79,6 @@ def _hello(content: bytes) -> None:
             Hello.unpack(content[:HELLO_NBYTES]).refusal(3, 0, b"job")
 
 
-def _relay_hello(content: bytes) -> None:
-    if len(content) >= relay_protocol.HELLO_NBYTES:
-        found = relay_protocol.Hello.of(content[: relay_protocol.HELLO_NBYTES])
-        if found is not None:
-            require(found.packed() == content[: relay_protocol.HELLO_NBYTES], "a hello that reads as another one")
-            found.is_proved(bytes(32), bytes(16))
-
-
 def _join_address(content: bytes) -> None:
     with contextlib.suppress(ArgumentError):
         found = JoinAddress.of(content.decode(errors="surrogateescape"))
@@ -102,7 +92,7 @@ def _invitation(content: bytes) -> None:
 
 
 _MESSAGES: tuple[Callable[[bytes], object], ...] = (
-    *(_group_message, _channel, parse_member, _invitation, _join_address, _meeting_message, _hello, _relay_hello),
+    *(_group_message, _channel, parse_member, _invitation, _join_address, _meeting_message, _hello),
 )
 
 
@@ -194,20 +184,15 @@ def _codec_dict(content: bytes) -> None:
         _codec(json.loads(content))
 
 
-def _profile(content: bytes) -> None:
-    with contextlib.suppress(ValueError):
-        Profile.read(content.decode(errors="surrogateescape"))
-
-
 def _group_profile(content: bytes) -> None:
     with contextlib.suppress(ArgumentError):
         GroupProfile.load(path_of(content))
 
 
 def texts(content: bytes) -> None:
-    """Codecs as texts and dicts, and profiles of the simulator and of groups."""
+    """Codecs as texts and dicts, and profiles of groups."""
     if content:
-        (_codec_text, _codec_dict, _profile, _group_profile)[content[0] % 4](content[1:])
+        (_codec_text, _codec_dict, _group_profile)[content[0] % 3](content[1:])
 
 
 TARGETS = {target.__name__: target for target in (messages, records, states, texts)}
@@ -216,7 +201,7 @@ TARGETS = {target.__name__: target for target in (messages, records, states, tex
 def _target(name: str) -> Callable[[bytes], None]:
     if name != "reports":
         return TARGETS[name]
-    from reports import reports  # it imports PyTorch
+    from reports import reports  # it instruments the programs of bench/, too
 
     return reports
 

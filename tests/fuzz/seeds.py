@@ -9,17 +9,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
-import socket
 import struct
 import sys
 import tempfile
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
-from urllib.request import urlopen
 
-import campaign
 import hostile
 import kernel_calls
 import numpy as np
@@ -31,14 +27,11 @@ from codec_table import ALL
 from fuzz_headers import calls
 
 import qccl
-from qccl import codecs, dtypes, metrics
+from qccl import codecs, dtypes
 from qccl.codecs import Codec
 from qccl.collectives.allreduce import one_shot, two_round
 from qccl.costs import group
-from qccl.costs.choice import LIMITS
 from qccl.records import write_record
-from qccl.torch import decision
-from qccl.transports import relay_protocol
 from qccl.transports.channel import frame
 from qccl.transports.invitation import Invitation
 from qccl.transports.join_address import JoinAddress
@@ -141,13 +134,10 @@ def caller_inputs() -> Inputs:
 
 
 def address_inputs() -> Inputs:
-    """Addresses of wires, and a relay's answers."""
+    """Addresses of wires."""
     wire = wan_wires.Wire()
-    yield b"\1" + wire.native.address()
+    yield wire.native.address()
     wire.close()
-    greeting = relay_protocol.greeting(bytes(range(16)))
-    for answer in (relay_protocol.JOINED, relay_protocol.NO_KEY, relay_protocol.FULL):
-        yield bytes([0, 1, len(greeting)]) + greeting + b"\1" + answer
 
 
 # -- the targets in Python -------------------------------------------------------------------------------------------
@@ -187,12 +177,6 @@ def message_inputs() -> Inputs:
     ):
         yield b"\5" + each
     yield b"\6" + Hello.of(1, 2, 0, b"job", bytes(8), 3).pack() + b"abc"
-    yield (
-        b"\7"
-        + relay_protocol.Hello.make(
-            relay_protocol.Role.CALLER, bytes(32), bytes(32), relay_protocol.greeting(bytes(16))
-        ).packed()
-    )
 
 
 def state_inputs() -> Inputs:
@@ -246,7 +230,7 @@ def changes() -> Inputs:
 
 
 def text_inputs() -> Inputs:
-    """Codecs as texts and as dicts, and profiles of the simulator and of a group."""
+    """Codecs as texts and as dicts, and profiles of a group."""
     for spec in [*codecs.examples(), "minmax4+ef:beta=0.95", "topk:k=64,values=exp4/k=256+ef", "minmax8/minmax4"]:
         yield b"\0" + spec.encode()
     yield b"\1" + json.dumps({"byteps_compressor": "topk", "k": "0.01", "ef": "vanilla", "ef_beta": 0.9}).encode()
@@ -254,42 +238,13 @@ def text_inputs() -> Inputs:
     curve = group.Curve(((256, 1e-5), (8192, 1e-4)), 2.0)
     times = {("none", "two_round"): curve, ("minmax8", "two_round"): curve}
     profile = group.GroupProfile((0, 1), "ucx").with_times(group.Kind("allreduce", "float32", "minmax8"), times)
-    yield b"\3" + json.dumps(profile.as_dict()).encode()
-    yield b"\2" + b'{"profile": {"constants": {"latency": 1e-5}, "speeds": {"minmax8": [1e-9, 1e-9]}}}'
+    yield b"\2" + json.dumps(profile.as_dict()).encode()
 
 
 def report_inputs() -> Inputs:
-    """What real ranks answer; a choice of codecs, and a results file with its first rows; and sites."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    os.environ[metrics.VARIABLE] = str(port)
-
-    def work(comm: qccl.Communicator) -> bytes:
-        answers = []
-        for codec in ("minmax4", "none"):
-            comm.quantized_allreduce(np.ones(3000, np.float32), codec=codec)
-            with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:  # rank 0's
-                answers.append(answer.read())
-            comm.barrier()
-        return b"\0".join(answers)
-
-    yield b"\0" + qccl.run_ranks(2, work)[0]
-    del os.environ[metrics.VARIABLE]
-    layers = {"weight": decision.LayerChoice("minmax4", 0.002, 0.01), "bias": decision.LayerChoice("none", 0.003, None)}
-    text = decision.Decision(layers, 2, 1e9, 1e-4, 0.05, 0.005, 0.054, True, LIMITS[0]).text()
-    yield b"\1" + text.encode()
-    yield b"\2" + json.dumps({decision.CHOICE: text, "step": 3}).encode()
+    """A results file with its first rows."""
     results = runs.read(max(Path("docs/results").glob("host-*.json")))
-    yield (
-        b"\3"
-        + json.dumps({key: rows[:2] if isinstance(rows, list) else rows for key, rows in results.items()}).encode()
-    )
-    between = '[[between]]\nsites = ["berlin", "tokyo"]\ndelay = "120ms"\nloss = "0.1%"\n'
-    berlin, tokyo = (
-        '[sites.berlin]\nranks = [0]\nlink = "1gbit"\n',
-        '[sites.tokyo]\nranks = [1]\nup = "50mbit"\ndown = "1gbit"\n',
-    )
-    yield b"\4" + (berlin + tokyo + between).encode()
+    yield json.dumps({key: rows[:2] if isinstance(rows, list) else rows for key, rows in results.items()}).encode()
 
 
 TARGETS = {
@@ -314,7 +269,7 @@ def main() -> None:
             for name, inputs in TARGETS.items():
                 place = Path(folder) / name
                 place.mkdir(parents=True, exist_ok=True)
-                more = changes() if name in campaign.IN_PYTHON else ()
+                more = () if Path(__file__).with_name(f"{name}.cpp").exists() else changes()
                 for number, content in enumerate(itertools.chain(inputs(), more)):
                     (place / f"seed-{number}").write_bytes(content)
         case _:

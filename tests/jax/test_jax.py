@@ -1,4 +1,4 @@
-"""qccl.jax on ranks that are threads, between compiled functions; jax_ranks.py has what compiled functions do."""
+"""qccl.jax on ranks that are threads, between compiled functions; test_compiled.py has compiled ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from start_ranks import assert_passed, needs_ucx, start_plain
+from start_ranks import needs_ucx, start_plain
+from thread_ranks import on_ranks
 
 import qccl
 from qccl.session import Session
@@ -128,88 +129,104 @@ def test_memory_is_used_as_it_is(monkeypatch):
     qccl.run_ranks(1, run)
 
 
-def test_exact_leaves():
+@on_ranks(2, timeout=30)
+def test_exact_leaves(comm):
     """Integers and float64 are sums to the bit, beside encoded ones."""
-
-    def run(comm):
-        tree = {"n": np.arange(3) + 2**24 * comm.rank, "x": jnp.ones(10), "small": jnp.int8(100), "u": np.uint32([7])}
-        found = qccl.jax.allreduce(tree, op="sum", comm=comm)
-        assert found["n"].tolist() == [2**24, 2**24 + 2, 2**24 + 4] and found["n"].dtype == np.int32
-        assert found["small"] == np.int8(200 - 256) and found["u"].tolist() == [14] and (found["x"] == 2).all()
-        with jax.enable_x64(True):
-            wide = jnp.asarray([1.0 + 2.0**-40, 1e300 * comm.rank])
-            mean = qccl.jax.allreduce(wide, "minmax4", comm=comm)
-            assert mean.dtype == np.float64 and mean.tolist() == [1.0 + 2.0**-40, 5e299]
-        with pytest.raises(qccl.MismatchError, match=r"rank 0 has int32\[2\], and rank 1 int32\[3\]"):
-            qccl.jax.allreduce(jnp.zeros(2 + comm.rank, int), op="sum", comm=comm)
-        assert (qccl.jax.allreduce(jnp.ones(4), comm=comm) == 1).all()
-
-    qccl.run_ranks(2, run, timeout=30)
+    tree = {"n": np.arange(3) + 2**24 * comm.rank, "x": jnp.ones(10), "small": jnp.int8(100), "u": np.uint32([7])}
+    found = qccl.jax.allreduce(tree, op="sum", comm=comm)
+    assert found["n"].tolist() == [2**24, 2**24 + 2, 2**24 + 4] and found["n"].dtype == np.int32
+    assert found["small"] == np.int8(200 - 256) and found["u"].tolist() == [14] and (found["x"] == 2).all()
+    with jax.enable_x64(True):
+        wide = jnp.asarray([1.0 + 2.0**-40, 1e300 * comm.rank])
+        mean = qccl.jax.allreduce(wide, "minmax4", comm=comm)
+        assert mean.dtype == np.float64 and mean.tolist() == [1.0 + 2.0**-40, 5e299]
+        with pytest.raises(qccl.ArgumentError, match=r"float64, and \+nesterov keeps momenta of bfloat16, float16"):
+            qccl.jax.allreduce(wide, "minmax4+nesterov", key="a", comm=comm)
+    with pytest.raises(qccl.MismatchError, match=r"rank 0 has int32\[2\], and rank 1 int32\[3\]"):
+        qccl.jax.allreduce(jnp.zeros(2 + comm.rank, int), op="sum", comm=comm)
+    assert (qccl.jax.allreduce(jnp.ones(4), comm=comm) == 1).all()
 
 
-def test_trees_without_values():
-    def run(comm):
-        calls = comm.calls
-        assert qccl.jax.allreduce({}, comm=comm) == {} and qccl.jax.allreduce(None, comm=comm) is None
-        assert qccl.jax.allreduce([jnp.zeros((0, 3))], comm=comm)[0].shape == (0, 3)
-        assert comm.calls == calls
-
-    qccl.run_ranks(1, run)
+@on_ranks(1)
+def test_trees_without_values(comm):
+    calls = comm.calls
+    assert qccl.jax.allreduce({}, comm=comm) == {} and qccl.jax.allreduce(None, comm=comm) is None
+    assert qccl.jax.allreduce([jnp.zeros((0, 3))], comm=comm)[0].shape == (0, 3)
+    assert comm.calls == calls
 
 
-def test_gradients_of_a_loss_between_ranks():
+@on_ranks(2, timeout=30)
+def test_gradients_of_a_loss_between_ranks(comm):
     """The derivative of a sum over ranks is the sum of the ranks' cotangents."""
+    x, n = jnp.arange(4.0), jnp.arange(4)
 
-    def run(comm):
-        x, n = jnp.arange(4.0), jnp.arange(4)
+    def loss(x, op):
+        total = qccl.jax.allreduce({"x": x, "n": n} if op == "sum" else x, "none", op=op, comm=comm)
+        return (comm.rank + 1) * ((total["x"] * total["n"]) if op == "sum" else total * 3).sum()
 
-        def loss(x, op):
-            total = qccl.jax.allreduce({"x": x, "n": n} if op == "sum" else x, "none", op=op, comm=comm)
-            return (comm.rank + 1) * ((total["x"] * total["n"]) if op == "sum" else total * 3).sum()
-
-        assert jax.grad(loss)(x, "sum").tolist() == [0, 6, 12, 18]  # (1 + 2) times the sum of n
-        assert jax.grad(loss)(x, "avg").tolist() == [4.5] * 4
-
-    qccl.run_ranks(2, run, timeout=30)
+    assert jax.grad(loss)(x, "sum").tolist() == [0, 6, 12, 18]  # (1 + 2) times the sum of n
+    assert jax.grad(loss)(x, "avg").tolist() == [4.5] * 4
 
 
-def test_error_feedback_by_path():
+@on_ranks(2, timeout=30)
+def test_error_feedback_by_path(comm):
     """Each leaf has its own state, with the bits of single calls, which survives a resume and other leaves."""
+    rng = np.random.default_rng(comm.rank)
+    trees = [{"w": rng.standard_normal((64, 3), np.float32), "b": [np.ones(3, np.float32)]} for _ in range(4)]
 
-    def run(comm):
-        rng = np.random.default_rng(comm.rank)
-        trees = [{"w": rng.standard_normal((64, 3), np.float32), "b": [np.ones(3, np.float32)]} for _ in range(4)]
+    def steps(numbers):
+        return [bits(qccl.jax.allreduce(trees[i], "onebit+ef", key="grads", comm=comm, lr=0.5)) for i in numbers]
 
-        def steps(numbers):
-            return [bits(qccl.jax.allreduce(trees[i], "onebit+ef", key="grads", comm=comm, lr=0.5)) for i in numbers]
-
-        whole = steps(range(2))
-        saved = comm.state_dict()
-        assert list(saved["keys"]) == ["grads['b'][0]", "grads['w']"]
-        whole += steps(range(2, 4))
-        out = np.empty((64, 3), np.float32)
-        for tree, found in zip(trees, whole, strict=True):
-            comm.quantized_allreduce(tree["w"], out, op="avg", codec="onebit+ef", key="other", lr=0.5)
-            assert out.tobytes() == found[1][2]
-        comm.load_state_dict(saved)
-        assert steps(range(2, 4)) == whole[2:]
-        tree = trees[0] | {"new": np.ones(5, np.float32)}
-        qccl.jax.allreduce(tree, "onebit+ef", key="grads", comm=comm, lr=0.5)
-        assert list(comm.state_dict()["keys"]) == ["grads['b'][0]", "grads['w']", "grads['new']"]
-
-    qccl.run_ranks(2, run, timeout=30)
+    whole = steps(range(2))
+    saved = comm.state_dict()
+    assert list(saved["keys"]) == ["grads['b'][0]", "grads['w']"]
+    whole += steps(range(2, 4))
+    out = np.empty((64, 3), np.float32)
+    for tree, found in zip(trees, whole, strict=True):
+        comm.quantized_allreduce(tree["w"], out, op="avg", codec="onebit+ef", key="other", lr=0.5)
+        assert out.tobytes() == found[1][2]
+    comm.load_state_dict(saved)
+    assert steps(range(2, 4)) == whole[2:]
+    tree = trees[0] | {"new": np.ones(5, np.float32)}
+    qccl.jax.allreduce(tree, "onebit+ef", key="grads", comm=comm, lr=0.5)
+    assert list(comm.state_dict()["keys"]) == ["grads['b'][0]", "grads['w']", "grads['new']"]
 
 
-def test_a_transformation_of_gradients():
-    def run(comm):
-        reduce = qccl.jax.reduce_gradients("minmax4+ef", comm=comm)
-        init, update = reduce  # as optax.chain() takes it
-        state = init({"w": jnp.zeros(3)})
-        found, state = update({"w": jnp.full(3, comm.rank * 2.0)}, state, {"w": jnp.zeros(3)})
-        assert found["w"].tolist() == [1, 1, 1] and jax.tree.leaves(state) == []
-        assert list(comm.state_dict()["keys"]) == ["gradients['w']"]
+@on_ranks(2, timeout=30)
+def test_a_transformation_of_gradients(comm):
+    reduce = qccl.jax.reduce_gradients("minmax4+ef", comm=comm)
+    init, update = reduce  # as optax.chain() takes it
+    state = init({"w": jnp.zeros(3)})
+    found, state = update({"w": jnp.full(3, comm.rank * 2.0)}, state, {"w": jnp.zeros(3)})
+    assert found["w"].tolist() == [1, 1, 1] and jax.tree.leaves(state) == []
+    assert list(comm.state_dict()["keys"]) == ["gradients['w']"]
 
-    qccl.run_ranks(2, run, timeout=30)
+
+@on_ranks(2, timeout=30)
+def test_a_transformation_has_the_residuals_of_one_model(comm):
+    """Of two transformations without a key each has its own; compiled or not."""
+    rng = np.random.default_rng(comm.rank)
+    updates = [qccl.jax.reduce_gradients("minmax2+ef", comm=comm).update for _ in range(2)]
+    with pytest.raises(qccl.ArgumentError, match="element type"):  # refused, so it decides no shapes
+        updates[0]({"w": np.ones(3, np.complex64)}, ())
+    totals, wanted = np.zeros((2, 500)), np.zeros((2, 500))
+    for _ in range(12):
+        for i, scale in enumerate((100.0, 0.01)):
+            x = rng.standard_normal(500, np.float32) * np.float32(scale)
+            totals[i] += updates[i]({"w": x}, ())[0]["w"]
+            wanted[i] += comm.quantized_allreduce(x.copy(), codec="none", op="avg")
+    errors = np.linalg.norm(totals - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+    assert errors.max() < 1, errors
+    assert [*comm.state_dict()["keys"]] == ["gradients['w']", "gradients#2['w']"]
+    with pytest.raises(qccl.ArgumentError, match=r"leaf \"\['v'\]\" was not there, and is \(3,\)"):
+        updates[0]({"w": np.ones(500, np.float32), "v": np.ones(3, np.float32)}, ())
+    with pytest.raises(qccl.ArgumentError, match=r"leaf \"\['w'\]\" was \(500,\), and is \(5, 100\)"):
+        updates[0]({"w": np.ones((5, 100), np.float32)}, ())
+    with pytest.raises(qccl.ArgumentError, match=r"belongs to a reduce_gradients\(\) with key='gradients'"):
+        qccl.jax.allreduce({"w": np.ones(500, np.float32)}, "minmax2+ef", key="gradients", comm=comm)
+    other = qccl.jax.reduce_gradients("minmax2+ef", key="gradients", comm=comm)
+    with pytest.raises(qccl.ArgumentError, match="a reduce_gradients\\(\\) with key='gradients' is there"):
+        other.update({"w": np.ones(500, np.float32)}, ())
 
 
 def refused(message: str, tree, *arguments, kind=qccl.ArgumentError, **options):
@@ -235,17 +252,15 @@ def test_what_is_refused():
     refused(r"algorithm 'ring' is not one of", jnp.ones(3), algorithm="ring")
 
 
-def test_an_error_of_the_call_comes_as_it_is():
-    def run(comm):
-        x = jnp.ones(100).at[7].set(jnp.inf if comm.rank else 1)
+@on_ranks(2, timeout=30)
+def test_an_error_of_the_call_comes_as_it_is(comm):
+    x = jnp.ones(100).at[7].set(jnp.inf if comm.rank else 1)
+    with pytest.raises(qccl.ArgumentError, match="not finite"):
+        qccl.jax.allreduce({"a": x, "b": x}, "none", nonfinite="error", comm=comm)
+    for codec, key in (("none", None), ("minmax4+ef", "g")):
         with pytest.raises(qccl.ArgumentError, match="not finite"):
-            qccl.jax.allreduce({"a": x, "b": x}, "none", nonfinite="error", comm=comm)
-        for codec, key in (("none", None), ("minmax4+ef", "g")):
-            with pytest.raises(qccl.ArgumentError, match="not finite"):
-                qccl.jax.allreduce({"a": x, "b": x}, codec, key=key, nonfinite="error", comm=comm)
-        assert (qccl.jax.allreduce(jnp.ones(5), comm=comm) == 1).all()
-
-    qccl.run_ranks(2, run, timeout=30)
+            qccl.jax.allreduce({"a": x, "b": x}, codec, key=key, nonfinite="error", comm=comm)
+    assert (qccl.jax.allreduce(jnp.ones(5), comm=comm) == 1).all()
 
 
 WITHOUT_TEXT = """
@@ -305,8 +320,22 @@ def run(comm):
     made_inside = jax.jit(lambda: reduce(jax.lax.with_sharding_constraint(np.ones(8, np.float32), both)))
     with pytest.raises(qccl.ArgumentError, match="compiled for 2 devices"):
         made_inside()
+    explicit(reduce)
     jax.effects_barrier()  # nothing was started
     replicated(comm, reduce, both)
+
+def explicit(reduce):  # the default of make_mesh(): the types of traced arrays say how they are split
+    mesh, refused = jax.make_mesh((2,), ("a",)), "compiled for 2 devices, each of which would call qccl"
+    assert mesh.axis_types == (AxisType.Explicit,)
+    for spec in (PartitionSpec("a"), PartitionSpec(None, "a"), PartitionSpec()):
+        x = jax.device_put(np.ones((4, 10), np.float32), NamedSharding(mesh, spec))
+        twice = lambda x: jax.lax.scan(lambda x, _: (reduce(x), None), x, None, 2)[0]
+        for each in (reduce, twice, jax.grad(lambda x: reduce(x).sum()), lambda x: reduce({"x": x, "y": x.sum()})):
+            with pytest.raises(qccl.ArgumentError, match=refused):
+                jax.jit(each).lower(x)
+    one = jax.make_mesh((1,), ("a",), devices=jax.devices()[:1])
+    x = jax.device_put(np.ones((4, 10), np.float32), NamedSharding(one, PartitionSpec("a")))
+    assert jax.jit(reduce)(x).tolist() == reduce(x).tolist() == x.tolist()
 
 def replicated(comm, reduce, both):  # one copy is sent, and every device gets the result
     rng, calls = np.random.default_rng(comm.rank), comm.calls
@@ -359,11 +388,3 @@ def test_a_process_that_ends_before_its_last_call():
     """It makes the call first."""
     ended = start_plain(2, "-c", UNDER_WAY, limit=200, JAX_PLATFORMS="cpu")
     assert ended.status == 0 and ended.output.split() == 2 * ["under", "way"], ended.output
-
-
-@needs_ucx
-@pytest.mark.slow
-def test_compiled_functions_on_processes():
-    """jax_ranks.py on the processes of jax.distributed."""
-    checks = ("-m", "pytest", "tests/support/jax_ranks.py", "-q", "-p", "no:cacheprovider", "--tb=short")
-    assert_passed(start_plain(2, *checks, limit=300, JAX_PLATFORMS="cpu"), 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
@@ -9,6 +10,7 @@ from typing import Any
 
 import fake_cuda
 import numpy as np
+import thread_ranks
 
 import qccl
 
@@ -64,32 +66,59 @@ def summed(comm: qccl.Communicator, count: int = 100) -> fake_cuda.Array:
     return x
 
 
+def on_gpus(size: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that each of ``size`` fake GPUs' ranks runs, as thread_ranks.on_ranks()."""
+    return thread_ranks.on_ranks(size, runner=returned, **options)
+
+
+def returned(n: int, fn: Callable[[qccl.Communicator], Any], **arguments: Any) -> list[Any]:
+    """What ``fn(comm)`` returned on each of ``n`` GPUs; what it raised is raised."""
+    found = ranks(n, fn, **arguments)
+    for each in found:
+        if isinstance(each, Exception):
+            raise each
+    return found
+
+
 def one(fn: Callable[[qccl.Communicator], Any], **arguments: Any) -> Any:
-    [result] = ranks(1, fn, **arguments)
-    if isinstance(result, Exception):
-        raise result
-    return result
+    return returned(1, fn, **arguments)[0]
 
 
-def all_calls(comm: qccl.Communicator) -> list[bytes]:
+def alike(n: int, calls: Callable[..., Any]) -> None:
+    """Assert that ``calls(comm, array)`` returns the same on ``n`` fake GPUs as on the host.
+
+    ``array(x)`` is an array with a copy of the values, on the rank's GPU or on the host; arrays that are returned, also
+    in lists, count as their bytes.
+    """
+
+    def on_gpu(comm: qccl.Communicator) -> Any:
+        def array(x: np.ndarray, **how: Any) -> fake_cuda.Array:
+            return fake_cuda.array(x, comm.rank, **how)
+
+        found = calls(comm, array)
+        comm.check()
+        return contents(found)
+
+    def on_host(comm: qccl.Communicator) -> Any:
+        return contents(calls(comm, lambda x, **how: x.copy()))
+
+    assert ranks(n, on_gpu) == qccl.run_ranks(n, on_host)
+
+
+def contents(found: Any) -> Any:
+    """Bytes in place of arrays."""
+    if isinstance(found, list):
+        return [contents(each) for each in found]
+    return found.values.tobytes() if isinstance(found, fake_cuda.Array) else found.tobytes()
+
+
+def all_calls(comm: qccl.Communicator, array: Callable[[np.ndarray], Any]) -> list[Any]:
     found = []
     for number, (codec, count, arguments) in enumerate(CALLS):
-        x = fake_cuda.array(values(comm.rank, count, number), comm.rank)
-        out = fake_cuda.array(np.full(count, np.nan, np.float32), comm.rank)
+        x, out = array(values(comm.rank, count, number)), array(np.full(count, np.nan, np.float32))
         comm.quantized_allreduce(x, out, codec=codec, **arguments)
         comm.quantized_allreduce(x, codec=codec, **arguments)
         found += [x, out]  # nothing has been waited for
-    comm.check()
-    return [each.get().tobytes() for each in found]
-
-
-def all_calls_on_host(comm: qccl.Communicator) -> list[bytes]:
-    found = []
-    for number, (codec, count, arguments) in enumerate(CALLS):
-        x, out = values(comm.rank, count, number), np.empty(count, np.float32)
-        comm.quantized_allreduce(x, out, codec=codec, **arguments)
-        comm.quantized_allreduce(x, codec=codec, **arguments)
-        found += [x.tobytes(), out.tobytes()]
     return found
 
 
@@ -101,3 +130,22 @@ def captured(cupy: ModuleType, comm: qccl.Communicator, call: Callable[[Any], An
     finally:
         graph = stream.end_capture()
     return stream, graph
+
+
+class Captures:
+    """Captures of ranks that are threads, one by one: the fake refuses what a capture of any thread forbids."""
+
+    def __init__(self, cupy: ModuleType, size: int) -> None:
+        self._cupy, self._lock = cupy, threading.Lock()
+        self._begin, self._end = threading.Barrier(size), threading.Barrier(size)
+
+    def __call__(self, comm: qccl.Communicator, call: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """The stream and the graph of a call."""
+        comm.check()
+        comm.barrier()
+        self._begin.wait(20)  # a rank may still poll for the barrier, which allocates
+        with self._lock:
+            found = captured(self._cupy, comm, call)
+        self._end.wait(20)
+        comm.barrier()
+        return found

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+from qccl import _host
 
 
 class _Tensor(ctypes.Structure):
@@ -95,3 +100,15 @@ class Exchange:
         address = ctypes.cast(self._describe, ctypes.c_void_p).value
         self._functions = (ctypes.c_uint64 * 6)(1 | 3 << 32, 0, 0, 0, 0, address)  # version 1.3
         self.capsule = _new_capsule(ctypes.addressof(self._functions), b"dlpack_exchange_api", None)
+
+
+def check_that_a_view_keeps_the_memory(make: Callable[[], Any], *stream: int) -> None:
+    x = make()
+    alive = weakref.ref(x)
+    view = _host.describe(x, *stream)
+    del x
+    gc.collect()
+    assert alive() is not None
+    del view
+    gc.collect()
+    assert alive() is None

@@ -5,8 +5,10 @@ fake_device.py has the GPUs, fake_nccl.py the communicators. Kernels do their jo
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import itertools
 import os
@@ -156,7 +158,7 @@ def _module(name: str, **content: Any) -> ModuleType:
 
 
 def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
-    """The modules to put into sys.modules; ``kernels(name, arguments)`` returns what a launch does."""
+    """The modules to put into sys.modules; ``kernels(name, geometry, arguments)`` returns what a launch does."""
     functions: dict[int, str] = {}  # the kernels that were loaded, by their pointers
     runtime, driver, nccl = _runtime(world), _launching_driver(world, kernels, functions), _nccl(world)
     cuda = _cuda(world, functions, runtime=runtime, driver=driver, nccl=nccl)
@@ -210,10 +212,11 @@ def _runtime(world: World) -> ModuleType:
 
 
 def _launching_driver(world: World, kernels: Any, functions: dict[int, str]) -> ModuleType:
-    def launch(f: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int, stream: int, args: int, extra: int) -> None:  # fmt: skip  # noqa: E501
-        world.calls.append(("launch", functions[f], stream))
-        assert gx > 0 < gy and gz > 0 < bx and extra == 0
-        world.put(stream, functions[f], kernels(functions[f], (gx, gy, gz), args))
+    def launch(function: int, *given: int) -> None:
+        *geometry, stream, arguments, extra = given
+        world.calls.append(("launch", functions[function], stream))
+        assert len(geometry) == 7 and extra == 0
+        world.put(stream, functions[function], kernels(functions[function], tuple(geometry), arguments))
 
     return _module("cupy.cuda.driver", CUDADriverError=CUDADriverError, launchKernel=launch)
 
@@ -347,12 +350,22 @@ def _run_while_flags_are_read(world: World) -> None:
     flags._read = run_and_read
 
 
+def remaining_threads(world: World) -> list[threading.Thread]:
+    """Threads of qccl that began after this world and do not end within 5 seconds each."""
+    found = [each for each in set(threading.enumerate()) - world.threads_before if each.name.startswith("qccl")]
+    for thread in found:
+        thread.join(5)
+    return [each for each in found if each.is_alive()]
+
+
 @contextlib.contextmanager
 def installed(world: World, kernels: Any) -> Any:
     """Put the modules in place, and forget what was made of them afterwards."""
+    from qccl import lifetime
     from qccl.cuda import libraries
 
     made = modules(world, kernels)
+    registries = len(lifetime._registries)
     parts = ("device", "engine", "flags", "kernels", "memory", "nccl", "nccl_id", "nccl_library", "nccl_memory")
     parts += ("program", "rig", "run", "staging", "state", "watchdog", "workspace")
     ours = tuple(f"qccl.cuda.{part}" for part in parts)
@@ -371,11 +384,14 @@ def installed(world: World, kernels: Any) -> Any:
             os.environ["QCCL_CACHE_DIR"] = folder
         for engine in list(getattr(sys.modules.get("qccl.cuda.engine"), "_live", ())):
             engine.close(0.1)
-        for thread in threading.enumerate():
-            if thread.name.startswith("qccl"):
-                thread.join(5)
+        remaining_threads(world)
+        for registry in lifetime._registries[registries:]:  # each holds its module, and so the world
+            lifetime._stages.pop(registry.end, None)
+            atexit.unregister(registry.end)
+        del lifetime._registries[registries:]
         libraries.cuda_libraries.cache_clear()
         for name, module in saved.items():
             sys.modules.pop(name, None)
             if module is not None:
                 sys.modules[name] = module
+        gc.collect()  # workspaces of 64 MiB

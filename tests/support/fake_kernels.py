@@ -1,4 +1,4 @@
-"""The kernels of the fake GPU: they run the jobs of a launch by the host's codecs."""
+"""The kernels of the fake GPU: they run the jobs of a launch by the host's codecs, and demand its exact shape."""
 
 from __future__ import annotations
 
@@ -22,32 +22,56 @@ def kind_of(name: str) -> str:
     return name.removeprefix("qccl::").removeprefix("bucket_").partition("<")[0]
 
 
-def work(name: str, grid: tuple[int, int, int], arguments: int) -> Callable[[], None]:
-    """A function that runs kernel ``name``. Arguments by value are read now, as by cuLaunchKernel."""
+def work(name: str, geometry: tuple[int, ...], arguments: int) -> Callable[[], None]:
+    """A function that runs kernel ``name``. Arguments by value are read now, as by cuLaunchKernel.
+
+    ``geometry``: the grid, the block, and the bytes of dynamic shared memory. If they are not exactly those that the
+    kernel needs, raises AssertionError, or the function that is returned does.
+    """
     if name in (cs.BEGIN_KERNEL, cs.END_KERNEL):
+        assert geometry == (1, 1, 1, 1 if name == cs.BEGIN_KERNEL else cs.THREADS, 1, 1, 0), (name, geometry)
         return _end_of_run(name, (ctypes.c_void_p * 6).from_address(arguments))
     if name == cs.ADDRESS_KERNEL:
+        assert geometry == (1, 1, 1, cs.THREADS, 1, 1, 0), (name, geometry)
         return _store_addresses((ctypes.c_void_p * 3).from_address(arguments))
     if name == cs.NONFINITE_KERNEL:
-        return _find_nonfinite((ctypes.c_void_p * 6).from_address(arguments))
+        pointers = (ctypes.c_void_p * 6).from_address(arguments)
+        blocks = ctypes.c_uint32.from_address(pointers[5]).value
+        assert geometry == (blocks, 1, 1, cs.THREADS, 1, 1, 0), (name, geometry)
+        return _find_nonfinite(pointers)
+    assert geometry[1:] == (1, 1, cs.THREADS, 1, 1, 0), (name, geometry)
     pointers = (ctypes.c_void_p * 4).from_address(arguments)
     jobs, sources = (ctypes.c_uint64.from_address(pointers[i]).value for i in range(2))
     parameters = np.frombuffer(ctypes.string_at(pointers[2], cs.PARAMETERS.itemsize), cs.PARAMETERS)[0]
     memory = _Bases((ctypes.c_uint64 * cs.MEMORY_WORDS).from_address(pointers[3]))
-    if "Pass::range" in name:  # the next pass does everything
-        return _touch_scratch(int(parameters["scratch"]))
-    return lambda: _run(name, _job_count(int(parameters["blocks"]), grid), jobs, sources, parameters, memory)
+
+    def run() -> None:
+        table = _jobs(name, jobs, int(parameters["blocks"]), geometry[0])
+        if "Pass::range" in name:  # the next pass does everything
+            _touch_scratch(int(parameters["scratch"]))
+        else:
+            _run(name, table, sources, parameters, memory)
+
+    return run
 
 
-def _job_count(address: int, grid: tuple[int, int, int]) -> int:
-    """The number of jobs; checks that the table has each job's blocks in order, as many as the grid."""
-    blocks = np.frombuffer(ctypes.string_at(address, grid[0] * cs.BLOCK_OF_JOB.itemsize), cs.BLOCK_OF_JOB)
+def _jobs(name: str, address: int, blocks_address: int, grid: int) -> np.ndarray:
+    """The table of jobs. Checks that the grid has as many blocks as the jobs' units need, in the order of the jobs."""
+    assert grid > 0, name
+    blocks = np.frombuffer(ctypes.string_at(blocks_address, grid * cs.BLOCK_OF_JOB.itemsize), cs.BLOCK_OF_JOB)
     count = int(blocks["job"].max()) + 1
-    each = np.bincount(blocks["job"], minlength=count)
-    assert grid[1:] == (1, 1)
-    assert (blocks["job"] == np.repeat(np.arange(count), each)).all()
-    assert (blocks["number"] == np.concatenate([np.arange(n) for n in each])).all()
-    return count
+    assert count <= grid, "the grid is larger than the table of blocks"
+    record = {"encode": cs.ENCODE_JOB, "reduce": cs.REDUCE_JOB, "reduce_with_state": cs.STATE_JOB}.get(
+        kind_of(name), cs.DECODE_JOB
+    )
+    table = np.frombuffer(ctypes.string_at(address, count * record.itemsize), record)
+    units = (table["reduce"] if record is cs.STATE_JOB else table)["units"].astype(np.int64)
+    shape = re.search(r"Shape<(\d+)", name)  # without one, a block does one unit
+    needed = -(-units * (int(shape[1]) if shape else cs.THREADS) // cs.THREADS)
+    assert needed.sum() == grid, f"{name}: {needed.sum()} blocks are needed, not {grid}"
+    assert (blocks["job"] == np.repeat(np.arange(count), needed)).all()
+    assert (blocks["number"] == np.concatenate([np.arange(n) for n in needed])).all()
+    return table
 
 
 class _Bases:
@@ -125,22 +149,15 @@ def _begin(words: int, value: int, replay: bool, flags: Any, number: int) -> Cal
     return begin
 
 
-def _touch_scratch(address: int) -> Callable[[], None]:
+def _touch_scratch(address: int) -> None:
     """Check that the engine cleared the scratch, and write to it as the range pass does."""
-
-    def run() -> None:
-        word = ctypes.c_uint64.from_address(address)
-        assert word.value == 0, "scratch was not zero"
-        word.value = 1
-
-    return run
+    word = ctypes.c_uint64.from_address(address)
+    assert word.value == 0, "scratch was not zero"
+    word.value = 1
 
 
-def _run(name: str, count: int, jobs: int, sources: int, parameters: Any, memory: _Bases) -> None:
+def _run(name: str, table: np.ndarray, sources: int, parameters: Any, memory: _Bases) -> None:
     kind = kind_of(name)
-    records = {"encode": cs.ENCODE_JOB, "reduce": cs.REDUCE_JOB, "reduce_with_state": cs.STATE_JOB}
-    record = records.get(kind, cs.DECODE_JOB)
-    table = np.frombuffer(ctypes.string_at(jobs, count * record.itemsize), record)
     if kind == "copy":
         for job in table:
             ctypes.memmove(_address(job["dst"], memory), _address(job["wire"], memory), int(job["count"]))
@@ -197,14 +214,7 @@ def _state_buffers(job: Any, kind: str) -> tuple[Any, Any] | None:
 
 
 def _reduce(
-    name: str,
-    host: Any,
-    codec: Any,
-    code: int,
-    job: Any,
-    sources: int,
-    count: int,
-    state: Sequence[Any] = (),
+    name: str, host: Any, codec: Any, code: int, job: Any, sources: int, count: int, state: Sequence[Any] = ()
 ) -> None:
     first, number = int(job["first_source"]), int(job["source_count"])
     table = np.frombuffer(ctypes.string_at(sources, (first + number) * cs.BUFFER_REF.itemsize), cs.BUFFER_REF)[first:]
@@ -216,20 +226,7 @@ def _reduce(
     wires = [_buffer_ref(each) for each in table]
     makers = [int(rank) for rank in table["rank"]], int(job["source_round"])
     _host.Reduce(
-        host,
-        codec,
-        code,
-        wires,
-        own,
-        index,
-        wire,
-        out,
-        count,
-        op,
-        float(job["scale"]),
-        *key,
-        *makers,
-        *state,
+        host, codec, code, wires, own, index, wire, out, count, op, float(job["scale"]), *key, *makers, *state
     )()
 
 

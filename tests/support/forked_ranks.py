@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import patience
+
 __all__ = ["Forks"]
 
 _LIBC = ctypes.CDLL(None)
@@ -54,16 +56,29 @@ class Forks:
         work()
         sys.exit()
 
+    def wait(self, limit: patience.Limit, *, unreaped: int | None = None) -> None:
+        """Until all have ended; those that stay stopped are killed. The others come before ``unreaped``."""
+        while self.running.keys() - self.stopped.keys() - {unreaped} and limit.left():
+            time.sleep(_PAUSE_SECONDS)
+            self.watch(unreaped)
+        for number in self.stopped:
+            self.signal(number, signal.SIGKILL)
+        while self.running.keys() & {*self.stopped, unreaped} and limit.left():
+            time.sleep(_PAUSE_SECONDS)
+            self.watch()
+
     def as_they_end(self) -> Iterator[int]:
         """The number of each process when it has ended, until those that are left are stopped."""
         while self.running.keys() - self.stopped.keys():
             time.sleep(_PAUSE_SECONDS)
             yield from self.watch()
 
-    def watch(self) -> list[int]:
-        """The numbers of those that have ended since the last call."""
+    def watch(self, unreaped: int | None = None) -> list[int]:
+        """The numbers of those that have ended since the last call; ``unreaped`` is not looked at."""
         ended = []
         for number, pid in list(self.running.items()):
+            if number == unreaped:
+                continue
             found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             if not found:
                 continue

@@ -2,7 +2,11 @@
 
 inject() makes one call of a Kind on each rank of a new communicator. On rank 0 an Interrupter raises KeyboardInterrupt
 in it. Then both ranks go on: rank 0 makes the call again, with other values, if its first one was not made; both make a
-further call. check() compares what they found with calls that nobody disturbed.
+further call. problems() compares what they found with calls that nobody disturbed.
+
+``interruptions.py RANK ADDRESS MODE ARGUMENT...`` is a rank over UCX. MODE is "entries" or "instructions" with a
+stride, or "times" with seconds and a seed; names of kinds may follow. Rank 0 prints how many injections went on how,
+and what was wrong; then it exits with status 1.
 """
 
 from __future__ import annotations
@@ -31,9 +35,6 @@ QCCL = str(Path(qccl.__file__).parent)
 TIMEOUT = 30.0
 #: the result of a call that has ended, but whose returned value an exception has kept from the program
 _LOST = "lost"
-
-
-# -- interrupters ----------------------------------------------------------------------------------------------------
 
 
 class Interrupter:
@@ -112,8 +113,8 @@ class AtEntry(Interrupter):
 class AtSignal(Interrupter):
     """A signal whose handler raises in the main thread, some seconds after the begin, and ``times - 1`` times more."""
 
-    def __init__(self, seconds: float, times: int = 1) -> None:
-        self._seconds, self._left = seconds, times
+    def __init__(self, seconds: float, times: int = 1, kind: type[BaseException] = KeyboardInterrupt) -> None:
+        self._seconds, self._left, self._kind = seconds, times, kind
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
@@ -134,38 +135,38 @@ class AtSignal(Interrupter):
             self.place += f"{place.f_code.co_qualname}:{place.f_lineno} "
             if self._left:
                 signal.setitimer(signal.ITIMER_REAL, max(self._seconds, 2e-4))
-            raise KeyboardInterrupt("from a signal")
+            raise self._kind("from a signal")
 
 
 class AfterTime(Interrupter):
     """Raises in this thread after some seconds, as Python does for other threads."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, kind: type[BaseException] = KeyboardInterrupt) -> None:
+        self._seconds, self._kind = seconds, kind
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
-        lock, is_armed = threading.Lock(), True
+        lock, is_armed, begun = threading.Lock(), True, threading.Lock()
         thread = ctypes.c_ulong(threading.get_ident())
 
         def interrupt() -> None:
+            begun.acquire()
             time.sleep(self._seconds)
             with lock:
                 if is_armed:
                     self.place = f"after {1e6 * self._seconds:.0f} us"
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(KeyboardInterrupt))
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(self._kind))
 
         helper = threading.Thread(target=interrupt)
+        begun.acquire()
         helper.start()
+        begun.release()  # the exception may come from here on
         try:
             yield
         finally:
             with lock:
                 is_armed = False
             helper.join()
-
-
-# -- one injection ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -196,7 +197,10 @@ def inject(
     parent.barrier()
     try:
         if comm.rank:
-            _disturbed(comm, case, kind.warm, record)
+            case.fill(comm.rank, kind.warm, "")
+            case.run()
+            record.results.append(case.found())
+            record.states.append(_state(comm))
         else:
             _disturb(comm, case, kind.warm, record, interrupter, variant)
         case.fill(comm.rank, kind.warm + 1, "")
@@ -216,13 +220,6 @@ def inject(
         comm.close() if record.is_usable else comm.abort("the end of the test")
         comm.transport.close()
     return records
-
-
-def _disturbed(comm: Any, case: Case, number: int, record: Record) -> None:
-    case.fill(comm.rank, number, "")
-    case.run()
-    record.results.append(case.found())
-    record.states.append(_state(comm))
 
 
 def _disturb(comm: Any, case: Case, number: int, record: Record, interrupter: Interrupter, variant: str) -> None:
@@ -284,7 +281,7 @@ def _state(comm: Any) -> str:
 
 def _inspect(comm: Any, case: Case, record: Record) -> None:
     """A lock that is held for ever, and programs and plans that stay busy."""
-    engine = comm._session.engine
+    session, engine = comm._session, comm._session.engine
 
     def try_lock() -> None:
         if not engine._lock.acquire(timeout=5):
@@ -295,21 +292,15 @@ def _inspect(comm: Any, case: Case, record: Record) -> None:
     thread = threading.Thread(target=try_lock)
     thread.start()
     thread.join()
-    if not record.is_usable:
-        return
-    if case.plan is not None and case.plan.is_active():
-        record.faults.append("the plan is busy")
-    if any(compiled.is_busy for compiled in comm._programs):
-        record.faults.append("a program is busy")
-    if engine._loop.wanted:
-        record.faults.append("a thread seems to want to drive")
-    if comm._session.unsettled:
-        record.faults.append("something is unsettled")
-    if comm._session.calling or comm._session.ending:
-        record.faults.append("a thread seems to be at the end of a Work")
-
-
-# -- what must hold --------------------------------------------------------------------------------------------------
+    if record.is_usable:
+        signs = {
+            "the plan is busy": case.plan is not None and case.plan.is_active(),
+            "a program is busy": any(compiled.is_busy for compiled in comm._session.programs),
+            "a thread seems to want to drive": engine._loop.wanted,
+            "something is unsettled": session.unsettled,
+            "a thread seems to be at the end of a Work": session.calling or session.ending,
+        }
+        record.faults += [fault for fault, is_there in signs.items() if is_there]
 
 
 class Expected(NamedTuple):
@@ -332,7 +323,7 @@ def problems(records: list[Record], expected: Expected) -> list[str]:
     truth = expected.again if mine.story == "not made" else expected.usual
     for rank, record in enumerate(records):
         for number, result in enumerate(record.results):
-            if _is_error(result):
+            if ":" in result:  # the text of an error
                 if not result.startswith("PeerLost") or "rank 0 gave up" not in result:
                     found.append(f"rank {rank}, call {number}: {result}")
             elif result not in (_LOST, truth[rank].results[number]):
@@ -347,14 +338,6 @@ def problems(records: list[Record], expected: Expected) -> list[str]:
     return found
 
 
-def _is_error(result: str) -> bool:
-    return ":" in result
-
-
-def describe(name: str, records: list[Record], found: list[str]) -> str:
-    return f"{name}, {records[0].place} ({records[0].story}): {'; '.join(found)}"
-
-
 class Tally(NamedTuple):
     """How rank 0's calls went on, by number, and what was wrong."""
 
@@ -365,7 +348,7 @@ class Tally(NamedTuple):
         mine = records[0]
         self.stories[mine.story if mine.raised else "swallowed" if mine.place else "undisturbed"] += 1
         if found := problems(records, expected):
-            self.wrong.append(describe(name, records, found))
+            self.wrong.append(f"{name}, {mine.place} ({mine.story}): {'; '.join(found)}")
 
 
 def every_entry(
@@ -405,3 +388,19 @@ def at_random_times(parent: Any, seconds: float, seed: int, names: Sequence[str]
         records = inject(parent, KINDS[name], AtSignal(after, chosen.choice([1, 1, 2])), spare=spare)
         tally.add(name, records, expected[name])
     return tally
+
+
+def main(rank: str, address: str, mode: str, argument: str, *more: str) -> int:
+    with qccl.init("host", 60.0, rank=int(rank), size=2, address=address) as parent:
+        assert parent.transport.name == "ucx"
+        if mode == "times":
+            tally = at_random_times(parent, float(argument), int(more[0]), more[1:] or tuple(KINDS))
+        else:
+            tally = every_entry(parent, more or tuple(KINDS), opcodes=mode == "instructions", stride=int(argument))
+    if parent.rank == 0:
+        print(json.dumps(tally.stories), *tally.wrong, sep="\n")
+    return 1 if tally.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -130,10 +130,7 @@ def reduce(
         OPS.index(op), scale, counter.index, counter.round, counter.rank,
         [maker.rank for maker in makers or ()], makers[0].round if makers else 0,
     )()  # fmt: skip
-    return (
-        None if wire is None else arena.take(wire),
-        None if out is None else arena.take(out, oracle.storage(dtype)),
-    )
+    return (None if wire is None else arena.take(wire), None if out is None else arena.take(out, oracle.storage(dtype)))
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
@@ -159,6 +156,8 @@ _KINDS = (
     "offset", "outliers", "one NaN", "one infinity", "special", "bit patterns",
 )  # fmt: skip
 KINDS = _KINDS
+#: without NaN and infinity
+FINITE_KINDS = tuple(kind for kind in KINDS if kind not in ("one NaN", "one infinity", "special", "bit patterns"))
 
 
 def hard_values(kind: str, count: int, dtype: str, rng: np.random.Generator) -> np.ndarray:

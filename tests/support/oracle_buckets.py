@@ -10,6 +10,8 @@ import numpy as np
 from oracle import NAN, RngCounter, Sparse, f32, from_float, mix, pack, random_words, storage, to_float, unpack
 
 NO_BYTES = np.zeros(0, np.uint8)
+Numbers = int | np.ndarray
+Values = np.ndarray | Sparse
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -60,9 +62,7 @@ class Bucketed:
     def encode_bucket(self, x: np.ndarray, dtype: str, counter: RngCounter) -> tuple[np.ndarray, np.ndarray]:
         raise NotImplementedError
 
-    def decode_bucket(
-        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter
-    ) -> np.ndarray | Sparse:
+    def decode_bucket(self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter) -> Values:
         raise NotImplementedError
 
     def encode(self, x: np.ndarray, dtype: str, counter: RngCounter) -> np.ndarray:
@@ -121,9 +121,7 @@ class OneBit(Bucketed):
         least, greatest = ordered[0], ordered[-1]
         return [f32(0.75) * least + f32(0.25) * greatest, f32(0.25) * least + f32(0.75) * greatest]
 
-    def decode_bucket(
-        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter
-    ) -> np.ndarray | Sparse:
+    def decode_bucket(self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter) -> Values:
         sides = meta.view("<f4")
         lower = sides[0] if sides.size == 2 else -sides[0]
         return np.where(unpack(codes, count, 1) == 1, lower, sides[-1]).astype(f32)
@@ -168,9 +166,7 @@ class Cast(Bucketed):
         codes = np.where(table[codes] * unit >= 2.0**128, codes - 1, codes) | np.where(np.signbit(x), 128, 0)
         return codes.astype(np.uint8), numbers(unit)
 
-    def decode_bucket(
-        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter
-    ) -> np.ndarray | Sparse:
+    def decode_bucket(self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter) -> Values:
         if self.dtype not in FLOAT8:
             return to_float(codes.view(storage(self.dtype)), self.dtype)
         mantissa, bias, specials = FLOAT8[self.dtype]
@@ -234,9 +230,7 @@ class Dithering(Bucketed):
         codes = np.minimum(level, self.k).astype(np.int64) | (x < 0).astype(np.int64) << (self.bits - 1)
         return pack(codes, self.bits), numbers(norm)
 
-    def decode_bucket(
-        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter
-    ) -> np.ndarray | Sparse:
+    def decode_bucket(self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter) -> Values:
         found = unpack(codes, count, self.bits)
         level, negative = found % 2 ** (self.bits - 1), found >= 2 ** (self.bits - 1)
         weight = level if self.partition == "linear" else np.where(level > 0, 2.0 ** (level - self.k), 0)
@@ -302,7 +296,7 @@ class TopK(BlockSparse):
     def sizes(self, count: int, dtype: str) -> tuple[int, int]:
         kept = self.kept(count)
         exact = kept * np.dtype(storage(dtype)).itemsize
-        values = {"exact": exact, "float16": 4 + 2 * kept, "exp4": 4 + (kept + 1) // 2, "mean2": 8 + (kept + 3) // 4}
+        values = {"exact": exact, "float16": 4 + 2 * kept, "exp4": 4 + (kept + 1) // 2}
         return index_nbytes(kept, count) + values[self.values], 0
 
     def encode_bucket(self, x: np.ndarray, dtype: str, counter: RngCounter) -> tuple[np.ndarray, np.ndarray]:
@@ -315,11 +309,6 @@ class TopK(BlockSparse):
         if self.values == "exact":
             return from_float(values, dtype).view(np.uint8)
         greatest = abs(values).max()
-        if self.values == "mean2":
-            least = abs(values).min()
-            large = ~(abs(values) < least + (greatest - least) * f32(1 / 3))
-            means = [mean_of(abs(values), ~large), mean_of(abs(values), large)]
-            return np.concatenate([numbers(*means), pack(large + 2 * (values < 0), 2)])
         if self.values == "float16":
             with np.errstate(under="ignore"):
                 codes = (values * self.scale(greatest)).astype("<f2").view(np.uint8)
@@ -334,9 +323,7 @@ class TopK(BlockSparse):
         exponent = max(int(np.frexp(greatest)[1]) - 1, -126) if greatest > 0 else -126
         return f32(2.0 ** min(14 - exponent, 127))
 
-    def decode_bucket(
-        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter
-    ) -> np.ndarray | Sparse:
+    def decode_bucket(self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter) -> Values:
         data, rest = np.split(codes, [index_nbytes(self.kept(count), count)])
         indices = from_elias_fano(data, self.kept(count), count)
         spoiled = Sparse(np.arange(count), np.full(count, NAN))
@@ -344,11 +331,6 @@ class TopK(BlockSparse):
             return spoiled
         if self.values == "exact":
             return Sparse(indices, to_float(rest.copy().view(storage(dtype)), dtype))
-        if self.values == "mean2":
-            means = rest[:8].copy().view("<f4")
-            if not (np.isfinite(means).all() and (means >= 0).all()):
-                return spoiled
-            return Sparse(indices, np.concatenate([means, -means])[unpack(rest[8:], indices.size, 2)])
         greatest = rest[:4].copy().view("<f4")[0]
         if not (np.isfinite(greatest) and greatest >= 0):
             return spoiled
@@ -377,23 +359,27 @@ class RandomK(BlockSparse):
         bits = (count - 1).bit_length()
         high_bits, low_bits = bits // 2, bits - bits // 2
 
-        def word(turn: int, half: int) -> int:
-            x = (((turn << 24 | half) ^ key) & 0xFFFFFFFF) * 0xED5AD4BB & 0xFFFFFFFF
+        def word(turn: int, half: Numbers) -> Numbers:
+            x = ((half | turn << 24) ^ (key & 0xFFFFFFFF)) * 0xED5AD4BB & 0xFFFFFFFF
             x = (x ^ x >> 14 ^ key >> 32) * 0xAC4C1B51 & 0xFFFFFFFF
             return ((x ^ x >> 14) * 0x31848BAB & 0xFFFFFFFF) >> 8
 
-        def permuted(number: int) -> int:
+        def permuted(number: Numbers) -> Numbers:
             low, high = number % (1 << low_bits), number >> low_bits
             for turn in range(6):
                 if turn % 2 == 0:
-                    low ^= word(turn, high) % (1 << low_bits)
+                    low = low ^ word(turn, high) % (1 << low_bits)
                 else:
-                    high ^= word(turn, low) % (1 << high_bits)
+                    high = high ^ word(turn, low) % (1 << high_bits)
             return high << low_bits | low
 
+        if self.kept(count) > 16:  # all at once
+            numbers = permuted(np.arange(self.kept(count), dtype=np.uint64))
+            while (beyond := numbers >= count).any():
+                numbers[beyond] = permuted(numbers[beyond])
+            return ((numbers + key % count) % count).astype(np.int64)
         found = []
-        for j in range(self.kept(count)):
-            number = permuted(j)
+        for number in map(permuted, range(self.kept(count))):
             while number >= count:
                 number = permuted(number)
             found.append((number + key % count) % count)
@@ -403,9 +389,7 @@ class RandomK(BlockSparse):
         values = x[self.indices(x.size, counter)] if np.isfinite(x).all() else np.full(self.kept(x.size), NAN)
         return from_float(values, dtype).view(np.uint8), NO_BYTES
 
-    def decode_bucket(
-        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter
-    ) -> np.ndarray | Sparse:
+    def decode_bucket(self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter) -> Values:
         values = codes.view(storage(dtype))
         factor = f32(count) / f32(self.kept(count)) if self.scale else f32(1)
         with np.errstate(all="ignore"):

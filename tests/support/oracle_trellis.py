@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 from oracle import NAN, RngCounter, f32, pack, unpack
-from oracle_buckets import Bucketed, numbers
+from oracle_buckets import Bucketed, Values, numbers
 
 SEQUENCES = 32
 NO_OUTLIER = 0xFFE00000
@@ -112,9 +112,7 @@ class Trellis(Bucketed):
             bit, before = before, that
         return codes.reshape(-1)[: positions.size]
 
-    def decode_bucket(
-        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter
-    ) -> np.ndarray:
+    def decode_bucket(self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter) -> Values:
         centre, scale = meta[:8].view("<f4")
         words = meta[8 : 8 + 4 * self.outliers].view("<u4")
         shares = meta[8 + 4 * self.outliers :][: len(self.blocks(count))]

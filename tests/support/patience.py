@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Limit", "environment", "factor", "with_patient_processes"]
+__all__ = ["Limit", "environment", "factor", "wait_until", "with_patient_processes"]
 
 #: given to ranks that are processes, so that all of them have the same limits
 _VARIABLE = "QCCL_TEST_PATIENCE"
@@ -49,6 +50,21 @@ class Limit:
             self._factor = max(self._factor, factor())
             left = self._begin + self._seconds * self._factor - time.monotonic()
         return max(0.0, left)
+
+
+def wait_until(
+    condition: Callable[[], Any],
+    meanwhile: Callable[[], object] = lambda: time.sleep(0.002),
+    *,
+    seconds: float = 60.0,
+    what: str = "",
+) -> Any:
+    """The first value of ``condition()`` that is true. AssertionError after so many ``seconds`` of a Limit."""
+    limit = Limit(seconds)
+    while not (found := condition()):
+        assert limit.left(), f"this did not happen: {what}"
+        meanwhile()
+    return found
 
 
 def with_patient_processes(monkeypatch: Any) -> None:

@@ -66,8 +66,12 @@ def be_a_rank(arguments: list[str], variables: dict[str, str], *, fork: bool) ->
     os.environ |= variables
     if not fork:
         os.execv(sys.executable, [sys.executable, *arguments])
-    sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).resolve().parent)
-    runpy.run_path(arguments[0], run_name="__main__")
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).resolve().parent)
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 def main() -> int:

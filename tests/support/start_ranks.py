@@ -14,17 +14,19 @@ from pathlib import Path
 import patience
 import pytest
 from machines import RANKS_EACH
-from plain_ranks import free_ports
 
 from qccl.bench.mpiexec import StartError, find_mpiexec
 from qccl.bench.start import obstacle
 
 ROOT = Path(__file__).parents[2]
-#: runs all checks that ranks execute in step
-CHECKS = (
-    *("-m", "pytest", "tests/ranks", "-o", "python_files=check_*.py", "-q", "-p", "no:cacheprovider"),
-    "--tb=short",
-)
+
+
+def checks(*names: str) -> tuple[str, ...]:
+    """The arguments by which ranks run checks of tests/ranks in step: check_NAME.py, or all."""
+    files = [f"tests/ranks/check_{name}.py" for name in names] or ["tests/ranks"]
+    return "-m", "pytest", *files, "-o", "python_files=check_*.py", "-q", "-p", "no:cacheprovider", "--tb=short"
+
+
 _WAN = {"QCCL_TRANSPORT": "wan", "QCCL_TOKEN": "a token for tests only"}
 #: UCX's networks, all (shared memory on one machine) or TCP alone; the transport between sites, encrypted; and the same
 #: where each two ranks are on a machine, and share memory
@@ -73,15 +75,9 @@ def start_plain(n: int, *arguments: str, limit: float, imported: str = "", **env
     return _run(command, n, arguments, limit, {"QCCL_TRANSPORT": "ucx"} | environment)
 
 
-def start_torchrun(n: int, *arguments: str, limit: float, **environment: str) -> Ended:
-    """The same on ``n`` processes of torchrun, with UCX."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n), "--master-port"]
-    command += [str(*free_ports(1)), "--no-python", sys.executable]
-    return _run(command, n, arguments, limit, {"QCCL_TRANSPORT": "ucx", "OMP_NUM_THREADS": "1"} | environment)
-
-
 def _run(command: list[str], n: int, arguments: tuple[str, ...], limit: float, environment: dict[str, str]) -> Ended:
-    places = (ROOT, ROOT / "tests" / "support", ROOT / "tests" / "collectives")  # tests/ranks runs tests of the last
+    tests = ROOT / "tests"
+    places = (ROOT, tests / "support", tests / "ranks", tests / "collectives")  # tests/ranks runs tests of the last
     path = os.pathsep.join([*map(str, places), os.environ.get("PYTHONPATH", "")])
     begin = time.monotonic()
     process = subprocess.Popen(

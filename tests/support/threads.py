@@ -122,6 +122,11 @@ class Caller:
         finally:
             self.engine._progress_thread = thread
 
+    def begin(self, count: int, **arguments: Any) -> Execution:
+        """Start an all-reduce of ramp(rank, count) into another array."""
+        x = ramp(self.transport.rank, count)
+        return self.start(self.program(count, **arguments), x, np.empty_like(x))
+
     def allreduce(self, x: np.ndarray, **changed: Any) -> np.ndarray:
         y = np.full_like(x, -1)
         self.start(self.program(len(x)), x, y, **changed).run()

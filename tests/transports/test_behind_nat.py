@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import patience
 import pytest
-
-from qccl.bench import lab
+from namespaces import NEEDS_LAB, cable, inside, ip, namespaces, start
 
 ROOT = Path(__file__).resolve().parents[2]
-obstacle = lab.obstacle() or (None if shutil.which("nft") else "nft was not found; install nftables")
-pytestmark = [
-    pytest.mark.lab,
-    pytest.mark.slow,
-    pytest.mark.skipif(obstacle is not None, reason=obstacle or "there is NAT"),
-]
+pytestmark = [*NEEDS_LAB, pytest.mark.skipif(not shutil.which("nft"), reason="nft was not found; install nftables")]
 
 #: what the router between the two does: masquerade, and no connections to the inside
 RULES = """
@@ -35,29 +28,14 @@ add rule ip filter passing ct state established,related accept
 """
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, timeout=20)
-
-
-def cable(one: str, name: str, address: str, other: str, other_name: str, other_address: str) -> None:
-    ip("link", "add", name, "netns", one, "type", "veth", "peer", "name", other_name, "netns", other)
-    for namespace, link, place in ((one, name, address), (other, other_name, other_address)):
-        ip("-n", namespace, "address", "add", place, "dev", link)
-        ip("-n", namespace, "link", "set", link, "up")
-
-
 def make_site(public: str, router: str, private: str, network: str) -> None:
     """A machine behind a router that masquerades; ``network``: of the router and the public machine, "198.51.100"."""
-    for name in (router, private):
-        ip("netns", "add", name)
-        ip("-n", name, "link", "set", "lo", "up")
     cable(public, f"to-{network}", f"{network}.1/24", router, "outside", f"{network}.254/24")
     cable(private, "eth0", "192.168.7.2/24", router, "inside", "192.168.7.1/24")
     ip("-n", private, "route", "add", "default", "via", "192.168.7.1")
     ip("-n", router, "route", "add", "default", "via", f"{network}.1")
-    inside_router = ["ip", "netns", "exec", router]
-    subprocess.run([*inside_router, "sysctl", "-qw", "net.ipv4.ip_forward=1"], check=True, timeout=20)
-    subprocess.run([*inside_router, "nft", "-f", "-"], input=RULES, text=True, check=True, timeout=20)
+    subprocess.run(inside(router, "sysctl", "-qw", "net.ipv4.ip_forward=1"), check=True, timeout=20)
+    subprocess.run(inside(router, "nft", "-f", "-"), input=RULES, text=True, check=True, timeout=20)
 
 
 @pytest.fixture
@@ -66,29 +44,16 @@ def machines() -> Iterator[list[str]]:
 
     The two have the same private address.
     """
-    names = [f"qccl-nat-{os.getpid()}-{which}" for which in ("public", "router", "private", "router2", "private2")]
-    public, router, private, router2, private2 = names
-    try:
-        ip("netns", "add", public)
-        ip("-n", public, "link", "set", "lo", "up")
+    with namespaces("public", "router", "private", "router2", "private2") as names:
+        public, router, private, router2, private2 = names
         make_site(public, router, private, "198.51.100")
         make_site(public, router2, private2, "203.0.113")
         yield [public, private, private2]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, timeout=20, capture_output=True)
 
 
 @contextmanager
 def started(machine: str, *command: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """Python in a network namespace."""
-    process = subprocess.Popen(
-        ["ip", "netns", "exec", machine, sys.executable, *command],
-        env=os.environ | {"QCCL_TOKEN": "a token for tests only", "PYTHONPATH": str(ROOT)} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = start(machine, *command, **{"QCCL_TOKEN": "a token for tests only"} | environment)
     try:
         yield process
     finally:
@@ -96,13 +61,11 @@ def started(machine: str, *command: str, **environment: str) -> Iterator[subproc
         process.communicate()
 
 
-def outputs(machines: list[str], path: str, **environment: str) -> list[str]:
-    """What two ranks write, one on each machine."""
-    place = {"WORLD_SIZE": "2", "MASTER_PORT": "29500"} | environment
-    with (
-        started(machines[0], path, RANK="0", **place) as first,
-        started(machines[1], path, RANK="1", **place) as second,
-    ):
+def outputs(machines: list[str], path: str, **environment: str | list[str]) -> list[str]:
+    """The texts that two ranks write, one on each machine; a variable may have a value for each."""
+    place = {"WORLD_SIZE": "2", "MASTER_PORT": "29500", "RANK": ["0", "1"]} | environment
+    one, other = ({name: each if isinstance(each, str) else each[i] for name, each in place.items()} for i in (0, 1))
+    with started(machines[0], path, **one) as first, started(machines[1], path, **other) as second:
         return [each.communicate(timeout=90)[0] for each in (first, second)]
 
 
@@ -116,8 +79,7 @@ def test_the_first_program_of_the_readme(machines: list[str], tmp_path: Path) ->
     assert [text[-8:] for text in texts] == ["2 wan 0\n", "2 wan 1\n"], texts
 
 
-#: Two ranks call, then a third process joins from the second site, and all call again. Then the third one is killed.
-#: Rank 1 makes no call until rank 0 has heard of it, so the relay alone can have told rank 0.
+#: Two ranks call, then a third process joins from the second site, and all call again, also in a smaller group.
 GROWS = """
 import pathlib, subprocess, sys, time
 
@@ -135,49 +97,87 @@ def check(comm):
 place = pathlib.Path(__file__).with_name("address")
 if sys.argv[1:] == ["joins"]:
     comm = qccl.join(place.read_text(), timeout=40)
+else:
+    comm = qccl.init(backend="host", timeout=40)
     check(comm)
-    sys.exit(time.sleep(60))
-comm = qccl.init(backend="host", timeout=40)
+    if comm.rank == 0:
+        place.with_name("part").write_text(comm.address)
+        place.with_name("part").rename(place)
+    else:
+        while not place.exists():
+            time.sleep(0.05)
+        third = subprocess.Popen([sys.executable, __file__, "joins"], stdout=subprocess.DEVNULL)
+    comm = comm.grow(3, timeout=40)
 check(comm)
-if comm.rank == 0:
-    place.with_name("part").write_text(comm.address)
-    place.with_name("part").rename(place)
-else:
-    while not place.exists():
-        time.sleep(0.05)
-    third = subprocess.Popen([sys.executable, __file__, "joins"], stdout=subprocess.DEVNULL)
-comm = comm.grow(3, timeout=40)
-check(comm)
-print(comm.size, comm.transport.wire.relayed(), comm.rank)
-told = place.with_name("told")
-if comm.rank == 1:
-    third.kill()
-    while not told.exists():
-        time.sleep(0.05)
-else:
-    comm.timeout = 20.0
-    try:
-        check(comm)
-    except qccl.PeerLost as error:
-        print(error)
-    told.touch()
+check(comm.split(0, -comm.rank))
 comm = comm.shrink(timeout=40)
 check(comm)
-print("left:", comm.size)
+print(comm.size, comm.transport.name, comm.rank)
+if comm.rank == 1:
+    assert third.wait(timeout=40) == 0
 """
 
+#: of the public machine's sshd
+SSHD = """
+HostKey {folder}/host
+AuthorizedKeysFile {folder}/user.pub
+GatewayPorts clientspecified
+PermitRootLogin prohibit-password
+PidFile none
+StrictModes no
+UsePAM yes
+"""
+#: what processes of the private machines may not do
+ORDINARY = ("setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin")
 
-def test_two_sites_behind_nat_with_a_relay(machines: list[str], tmp_path: Path) -> None:
-    """Neither rank can be reached, and rank 0's address is also rank 1's own; so only the relay is left."""
+
+@contextmanager
+def forwarded(public: str, places: dict[str, list[int]], folder: Path) -> Iterator[None]:
+    """sshd on the public machine, 198.51.100.1, forwards these ports of it to private machines, by their own calls."""
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True, timeout=20)
+    (folder / "sshd").write_text(SSHD.format(folder=folder))
+    (folder / "known").write_text(f"198.51.100.1 {(folder / 'host.pub').read_text()}")
+    sshd = f"mount -t tmpfs tmpfs /run && mkdir /run/sshd && exec /usr/sbin/sshd -D -e -f '{folder}/sshd'"
+    options = ("-o", f"UserKnownHostsFile={folder}/known", "-o", "ExitOnForwardFailure=yes", "-F", "none")
+    commands = [inside(public, "sh", "-c", sshd)]
+    for machine, ports in places.items():
+        ways = [word for port in ports for word in ("-R", f":{port}:localhost:{port}")]
+        ssh = ("ssh", "-N", "-i", f"{folder}/user", *options, *ways, "root@198.51.100.1")
+        commands.append(inside(machine, *ORDINARY, *ssh))
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for command, ports in zip(commands, ([22], *places.values()), strict=True):
+            processes.append(subprocess.Popen(command))
+            wait_until(lambda ports=ports: set(ports) <= listening(public), processes[-1])
+        yield
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait(20)
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    patience.wait_until(lambda: condition() or process.poll() is not None)
+    assert process.poll() is None
+
+
+def listening(machine: str) -> set[int]:
+    """The TCP ports at which processes listen."""
+    lines = subprocess.run(
+        inside(machine, "ss", "-Hltn"), check=True, timeout=20, capture_output=True, text=True
+    ).stdout
+    return {int(line.split()[3].rpartition(":")[2]) for line in lines.splitlines()}
+
+
+@pytest.mark.skipif(not Path("/usr/sbin/sshd").exists(), reason="sshd was not found; install openssh-server")
+def test_two_sites_behind_nat_by_ssh(machines: list[str], tmp_path: Path) -> None:
+    """The commands of docs/howto/behind-nat.md. Nobody can call the sites, which have one private address."""
     path = tmp_path / "grows.py"
     path.write_text(GROWS)
     public, *private = machines
-    with started(public, "-m", "qccl.relay", "--listen", "0.0.0.0:29600") as relay:
-        assert relay.stdout is not None
-        assert "listens" in relay.stdout.readline()
-        texts = outputs(private, str(path), MASTER_ADDR="192.168.7.2", QCCL_RELAY="198.51.100.1:29600")
-        lost = "rank 2 was lost: rank 0 has no connection to rank 2 any more (its process has ended)"
-        assert texts[0].endswith(f"3 [1, 2] 0\n{lost}\nleft: 2\n"), texts
-        assert texts[1].endswith("3 [0] 1\nleft: 2\n"), texts
-        relay.terminate()
-        assert "0 callers refused" in relay.communicate(timeout=20)[0]
+    ports = {private[0]: [29517, *range(30000, 30016)], private[1]: [*range(30100, 30116)]}
+    with forwarded(public, ports, tmp_path):
+        advertised = [f"198.51.100.1:{each[-16]}-{each[-1]}" for each in ports.values()]
+        texts = outputs(private, str(path), MASTER_ADDR="198.51.100.1", QCCL_WAN_ADVERTISE=advertised)
+    assert [text[-8:] for text in texts] == ["3 wan 0\n", "3 wan 1\n"], texts

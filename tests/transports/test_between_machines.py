@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from namespaces import NEEDS_LAB, linked, start
 
-from qccl.bench import lab
+pytestmark = NEEDS_LAB
 
-pytestmark = [
-    pytest.mark.lab,
-    pytest.mark.slow,
-    pytest.mark.skipif(lab.obstacle() is not None, reason=lab.obstacle() or "there is a lab"),
-]
-
-ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a token for the tests of two machines"
-FIRST, PORT = "10.99.7.1", "29533"
+PLACE = {"MASTER_ADDR": "10.99.7.1", "MASTER_PORT": "29533", "WORLD_SIZE": "2"}
 #: what the packets must not have: values of the arrays, and what is said in the meeting and in the membership
 MARK = np.float32(1.2345678)
 PLAIN = [MARK.tobytes() * 3, b"qccl/rdv", b"nonce", b"127.0.0.1", b"10.99.7.", b"rank"]
@@ -68,59 +60,26 @@ with open(sys.argv[1], "wb") as file:
 """
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, timeout=20)
-
-
 @pytest.fixture(scope="module")
-def machines() -> Iterator[list[list[str]]]:
-    """Commands that enter each of two network namespaces, which a cable connects."""
-    names = [f"qccl-test-{os.getpid()}-{number}" for number in range(2)]
-    try:
-        for name in names:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        ends = [
-            "name",
-            "qccl-veth0",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "qccl-veth1",
-            "netns",
-            names[1],
-        ]
-        ip("link", "add", *ends)
-        for number, name in enumerate(names):
-            ip("-n", name, "addr", "add", f"10.99.7.{number + 1}/24", "dev", f"qccl-veth{number}")
-            ip("-n", name, "link", "set", f"qccl-veth{number}", "up")
-        yield [["ip", "netns", "exec", name] for name in names]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, timeout=20, capture_output=True)
+def machines() -> Iterator[list[str]]:
+    with linked() as names:
+        yield names
 
 
-def run(machines: list[list[str]], tmp_path: Path, **settings: str) -> tuple[list[dict[str, object]], bytes]:
+def run(machines: list[str], tmp_path: Path, **settings: str) -> tuple[list[dict[str, object]], bytes]:
     """What two ranks and a process that joins them say, and all packets."""
     packets = tmp_path / "packets"
-    sniffer = subprocess.Popen(
-        [*machines[1], sys.executable, "-c", SNIFFER, str(packets)], stdout=subprocess.PIPE, text=True
-    )
+    sniffer = start(machines[1], "-c", SNIFFER, str(packets))
     assert sniffer.stdout is not None and sniffer.stdout.readline() == "ready\n"
-    place = {"MASTER_ADDR": FIRST, "MASTER_PORT": PORT, "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "address")]
+    command = "-c", PROGRAM, str(tmp_path / "address")
     processes = []
     try:
         for rank in range(2):
-            variables = os.environ | place | settings | {"RANK": str(rank)}
-            processes.append(start([*machines[rank], *command], variables))
+            processes.append(start(machines[rank], *command, **PLACE, **settings, RANK=str(rank)))
         while not (tmp_path / "address").exists() or not (tmp_path / "address").read_text():
             assert all(process.poll() is None for process in processes), ends(processes)
             time.sleep(0.01)
-        processes.append(start([*machines[1], *command, "join"], os.environ | {"PYTHONPATH": str(ROOT)}))
+        processes.append(start(machines[1], *command, "join"))
         found = [json.loads(line) for line in ends(processes)]
     finally:
         for process in (*processes, sniffer):
@@ -130,14 +89,11 @@ def run(machines: list[list[str]], tmp_path: Path, **settings: str) -> tuple[lis
     return sorted(found, key=lambda each: each["rank"]), packets.read_bytes()
 
 
-def start(command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def ends(processes: list[subprocess.Popen[str]]) -> list[str]:
     return [process.communicate(timeout=100)[0].strip() for process in processes]
 
 
+@pytest.mark.quick
 def test_with_a_token_nothing_can_be_read(machines, tmp_path):
     """Neither in the meeting, nor of the arrays, nor when a process joins, which has the address and no token."""
     found, packets = run(machines, tmp_path, QCCL_TOKEN=TOKEN)
@@ -160,10 +116,6 @@ def test_without_a_token_all_of_it_can_be_read(machines, tmp_path):
 def test_wan_without_a_token(machines, rank):
     """Both ranks say what to do."""
     program = "import qccl; qccl.init('host', 20.0, transport='wan')"
-    place = {"MASTER_ADDR": FIRST, "MASTER_PORT": PORT, "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", program]
-    processes = [
-        start([*machines[each], *command], os.environ | place | {"RANK": str(each)}) for each in (rank, 1 - rank)
-    ]
+    processes = [start(machines[each], "-c", program, **PLACE, RANK=str(each)) for each in (rank, 1 - rank)]
     for out in ends(processes):
         assert "EngineError" in out and "between machines wan needs a token" in out and "QCCL_INSECURE=1" in out, out

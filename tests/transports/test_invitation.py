@@ -24,6 +24,7 @@ def invited():
     os.close(found[1])
 
 
+@pytest.mark.processes
 def test_another_process_reads_it_as_long_as_it_is_open():
     program = (
         "import sys; from qccl.transports.invitation import invite; found = invite(bytes(range(256)) * 3);"

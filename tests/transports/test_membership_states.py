@@ -371,6 +371,16 @@ def test_ranks_that_have_promised_different_ballots_promise_once_more():
     assert ballots == [(5, 0)] * 4
 
 
+def test_a_rank_that_joins_after_the_time_has_nothing_to_wait_for():
+    first, second = (
+        Agreement(process.me, Own(process.me.member(b""), process.number, []), TIMEOUT, 0.0)
+        for process in World(2, Choices()).processes
+    )
+    second.heard(0, {"kind": "challenge", "nonce": NONCE}, 0.0)
+    first.heard("a caller", second.actions[-1].message, 3 * TIMEOUT)
+    assert first.actions[-1].message == {"kind": "wait", "seconds": 0.0}
+
+
 def test_an_old_ballot_is_refused():
     world = World(2, Choices())
     agreement = Agreement(world.processes[1].me, Own(world.processes[1].me.member(b""), 0, []), TIMEOUT, 0.0)

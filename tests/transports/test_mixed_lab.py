@@ -18,7 +18,7 @@ from start_ranks import needs_ucx
 
 from qccl.bench import lab
 from qccl.bench.lab import Lab
-from qccl.bench.sizes import parse_link
+from qccl.bench.params import parse_link
 from qccl.codecs import get
 from qccl.dtypes import FLOAT32
 
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = [sys.executable, str(ROOT / "tests" / "support" / "mixed_ranks.py")]
+PROGRAM = [sys.executable, str(ROOT / "tests" / "transports" / "mixed_ranks.py")]
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def start(network: Lab, name: str, rank: int | None, machine: int, **more: str) 
     place = {"MASTER_ADDR": network.first_address, "MASTER_PORT": "29544", "WORLD_SIZE": "4", "PLACED": str(machine)}
     settings = {"QCCL_TOKEN": "a token for tests only", "QCCL_TRANSPORT": "wan", "OMP_NUM_THREADS": "1"}
     own = {} if rank is None else {"RANK": str(rank), "LOCAL_RANK": str(rank // 2), "LOCAL_WORLD_SIZE": "2"}
-    python = {"PYTHONPATH": str(ROOT)} | patience.environment()
+    python = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"} | patience.environment()
     return subprocess.Popen(
         [*network.enter("PLACED"), *PROGRAM, name],
         env=os.environ | place | settings | python | own | more,
@@ -74,10 +74,6 @@ def loopback_nbytes(network: Lab) -> list[int]:
         done = subprocess.run(command, check=True, capture_output=True, timeout=20)
         found.append(int(json.loads(done.stdout)[0]["stats64"]["rx"]["bytes"]))
     return found
-
-
-def test_the_bits_of_threads(network: Lab) -> None:
-    ends([start(network, "bits", rank, rank % 2) for rank in range(4)])
 
 
 def test_only_the_codes_between_machines_cross_the_link(network: Lab) -> None:

@@ -6,67 +6,59 @@ import re
 
 import patience
 import pytest
-from start_ranks import CHECKS, assert_passed, start
+from start_ranks import assert_passed, checks, start
 
 pytestmark = [pytest.mark.starts_first, pytest.mark.mpi]
 
 
+@pytest.mark.quick
+def test_the_transport_and_the_engine_on_two_ranks():
+    assert_passed(start(2, *checks("transport", "engine"), limit=300), 2)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_checks_on(n):
-    assert_passed(start(n, *CHECKS, limit=900), n)
+@pytest.mark.parametrize(
+    ("n", "names"),
+    [
+        (1, ()),  # all of them
+        (2, ("collectives", "digests", "mpi", "staging")),
+        (3, ("collectives", "engine", "transport", "staging")),
+        (4, ("collectives",)),
+    ],
+)
+def test_checks_on(n, names):
+    """What does not depend on the number of ranks is checked with few of them."""
+    assert_passed(start(n, *checks(*names), limit=900), n)
 
 
-def raised(output):
-    """By rank: the error and the seconds it took."""
-    lines = re.findall(r"rank (\d) raised (\w+) after ([\d.]+) s", output)
-    return {int(rank): (error, float(seconds)) for rank, error, seconds in lines}
+GAVE_UP, ENDED = "rank 1 gave up: ZeroDivisionError: on purpose", "rank 1 ended its process"
 
 
-def reasons(output):
-    """The texts of the errors."""
-    return re.findall(r"rank \d raised \w+ after [\d.]+ s: (.*)", output)
+@pytest.mark.parametrize(
+    ("how", "raising", "errors", "cause"),
+    [
+        ("raise", "02", {"PeerLost"}, GAVE_UP),
+        ("raise before a barrier", "02", {"PeerLost"}, GAVE_UP),
+        ("raise before an all-gather", "02", {"PeerLost"}, GAVE_UP),
+        ("exit", "02", {"PeerLost"}, ENDED),
+        ("stop", "02", {"PeerLost", "CollectiveTimeout"}, ""),
+        ("stop in the middle", "02", {"PeerLost", "CollectiveTimeout"}, ""),
+        ("late", "012", {"PeerLost", "CollectiveTimeout"}, ""),
+        ("late for a split", "01", {"PeerLost", "CollectiveTimeout"}, ""),
+    ],
+)
+def test_a_rank_that_fails(how, raising, errors, cause):
+    """The others raise long before their deadlines, and the job ends: also when the failed rank never answers again.
 
-
-@pytest.mark.parametrize(("how", "within"), [("raise", 15), ("exit", 15), ("stop", 15), ("stop in the middle", 15)])
-def test_a_rank_that_fails(how, within):
-    """The others raise, and the job ends: also when the failed rank never answers again."""
-    ended = start(3, "tests/ranks/fault.py", how, limit=40)
-    found = raised(ended.output)
-    assert sorted(found) == [0, 2], ended.output
-    assert all(
-        error in ("PeerLost", "CollectiveTimeout") and s < within * patience.factor() for error, s in found.values()
-    ), ended.output
-    assert (ended.status == 0) == (how == "exit"), ended.output
-    cause = {"raise": "rank 1 gave up: ZeroDivisionError: on purpose", "exit": "rank 1 ended its process"}.get(how, "")
-    assert all(cause in text for text in reasons(ended.output)), ended.output
-
-
-@pytest.mark.parametrize("before", ["a barrier", "an all-gather"])
-def test_a_rank_that_raises_before(before):
-    """The others need not wait for the deadline to hear of it."""
-    ended = start(3, "tests/ranks/fault.py", f"raise before {before}", limit=40)
-    found = raised(ended.output)
-    assert sorted(found) == [0, 2], ended.output
-    assert all(error == "PeerLost" and seconds < 15 * patience.factor() for error, seconds in found.values()), (
-        ended.output
-    )
-    cause = "rank 1 gave up: ZeroDivisionError: on purpose"
-    assert all(cause in text for text in reasons(ended.output)), ended.output
-
-
-def test_a_rank_that_is_late():
-    """It hears what the others had to say, and all end by themselves."""
-    ended = start(3, "tests/ranks/fault.py", "late", limit=40)
-    found = raised(ended.output)
-    assert sorted(found) == [0, 1, 2] and ended.status == 0, ended.output
-    assert found[1][0] == "PeerLost"
-
-
-def test_a_rank_that_is_late_for_a_split():
-    """MPI's own split would wait for ever for those who gave up."""
-    ended = start(2, "tests/ranks/fault.py", "late for a split", limit=40)
-    assert sorted(raised(ended.output)) == [0, 1], ended.output
+    One that is late hears what the others had to say, and all end by themselves. MPI's own split would wait for ever.
+    """
+    ended = start(len({*raising, "1"}), "tests/ranks/fault.py", how, limit=40)
+    found = re.findall(r"rank (\d) raised (\w+) after ([\d.]+) s: (.*)", ended.output)
+    assert "".join(sorted(rank for rank, *_ in found)) == raising, ended.output
+    for rank, error, seconds, text in found:
+        assert error in errors and float(seconds) < 15 * patience.factor() and cause in text, ended.output
+        assert how != "late" or rank != "1" or error == "PeerLost", ended.output
+    assert how == "late for a split" or (ended.status == 0) == (how in ("exit", "late")), ended.output
 
 
 @pytest.mark.parametrize("how", ["stay", "fork"])
@@ -91,7 +83,7 @@ def test_calls_after_the_end_of_mpi():
     refused = {name for rank, name, outcome in found if rank == "1" and outcome == "EngineError"}
     assert refused == {
         *("a call", "a call under way", "wait", "state_dict in a call", "a plan", "a plan that has run"),
-        *("barrier", "allgather", "split", "from_mpi", "init"),
+        *("barrier", "allgather", "split", "check", "from_mpi", "init"),
     }, ended.output
 
 

@@ -252,8 +252,9 @@ def test_what_others_say_of_this_rank_does_not_count(monkeypatch):
 
 
 def test_the_log_says_that_the_network_must_be_trusted(monkeypatch, caplog):
-    monkeypatch.setattr(choice, "_NAMES", ("gloo",))
-    monkeypatch.setattr(meetings, "_over_gloo", lambda meeting, timeout: "the transport")
+    monkeypatch.setattr(choice, "TRANSPORTS", ("gloo",))
+    monkeypatch.setattr(choice, "obstacle", lambda *arguments: "")
+    monkeypatch.setattr(meetings, "_over_gloo", lambda meeting, own, timeout: "the transport")
     meeting = meetings.Meeting("the test", 1, 2, lambda own, timeout: [NONE.note(), NONE.note()], "host", 1)
     with caplog.at_level(logging.INFO, "qccl"):
         assert meetings.connect(meeting, 5.0) == "the transport"

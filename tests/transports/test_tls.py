@@ -48,10 +48,7 @@ def wait(*streams: _host.TlsStream) -> None:
 
 
 def shake_hands(*streams: _host.TlsStream) -> None:
-    limit = patience.Limit(20)
-    while not all([each.handshake() for each in streams]):
-        wait(*streams)
-        assert limit.left()
+    patience.wait_until(lambda: all([each.handshake() for each in streams]), lambda: wait(*streams))
 
 
 def connected(kind: str = "unix", **options: int) -> Pair:
@@ -60,9 +57,11 @@ def connected(kind: str = "unix", **options: int) -> Pair:
     return streams
 
 
-def exchange(streams: Pair, payloads: tuple[bytes, bytes], most: int = MEBIBYTE) -> tuple[bytes, bytes]:
-    """What each of two streams reads while the other writes its payload."""
-    sent, got = [0, 0], [bytearray(), bytearray()]
+def exchange(
+    streams: Pair, payloads: tuple[bytes, bytes], most: int = MEBIBYTE, sent: tuple[int, int] = (0, 0)
+) -> tuple[bytes, bytes]:
+    """What each of two streams reads while the other writes its payload, of which so much is ``sent`` already."""
+    sent, got = list(sent), [bytearray(), bytearray()]
     limit = patience.Limit(60)
     while any(len(got[i]) < len(payloads[1 - i]) for i in range(2)):
         is_idle = True
@@ -179,25 +178,8 @@ def test_the_key_changes_while_both_write(records_per_key: int) -> None:
     for i, each in enumerate(streams):
         while (some := each.write(data[taken[i] : taken[i] + 50_000])) is not None:
             taken[i] += some
-    rests = data[taken[0] :], data[taken[1] :]
-    assert all(rests)
-    got = exchange_rest(streams, rests, taken)
-    assert got == (data, data)
-
-
-def exchange_rest(streams: Pair, rests: tuple[bytes, bytes], taken: list[int]) -> tuple[bytes, bytes]:
-    """As exchange(), after ``taken`` bytes that nobody has read."""
-    got = [bytearray(), bytearray()]
-    sent = [0, 0]
-    totals = [taken[1] + len(rests[1]), taken[0] + len(rests[0])]
-    limit = patience.Limit(60)
-    while [len(each) for each in got] != totals:
-        for i, each in enumerate(streams):
-            if sent[i] < len(rests[i]):
-                sent[i] += each.write(rests[i][sent[i] : sent[i] + MEBIBYTE]) or 0
-            got[i] += each.read(MEBIBYTE) or b""
-        assert limit.left()
-    return bytes(got[0]), bytes(got[1])
+    assert max(taken) < len(data)
+    assert exchange(streams, (data, data), sent=tuple(taken)) == (data, data)
 
 
 def test_an_orderly_end_is_read_after_the_bytes() -> None:
@@ -323,6 +305,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 def test_a_server_with_a_certificate_is_refused(certificate: Path, version: ssl.TLSVersion) -> None:
     here, there = socket.socketpair()
@@ -348,41 +331,35 @@ def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_a_thousand_handshakes_leave_nothing() -> None:
-    def shake(times: int) -> None:
-        for i in range(times):
-            streams = pair()
-            shake_hands(*streams)
-            streams[0].write(b"x")
-            streams[1].read(100)
-            if i % 3:
-                streams[0].shut()
-            for each in streams if i % 2 else ():
-                each.close()
+def shake(number: int) -> None:
+    """A handshake, and one of the ways in which a connection ends."""
+    streams = pair()
+    shake_hands(*streams)
+    streams[0].write(b"x")
+    streams[1].read(100)
+    if number % 3:
+        streams[0].shut()
+    for each in streams if number % 2 else ():
+        each.close()
 
-    shake(100)
+
+def fail(number: int) -> None:
+    client, server = socket.socketpair()
+    streams = stream(client, False, bytes(32)), stream(server, True)
+    streams[0].handshake()
+    for each in streams[::-1]:
+        with pytest.raises(_host.StreamError):
+            each.handshake()
+
+
+@pytest.mark.parametrize("act", [shake, fail])
+def test_a_thousand_handshakes_leave_nothing(act: Callable[[int], None]) -> None:
+    for number in range(100):
+        act(number)
     gc.collect()
     descriptors, memory = open_descriptors(), resident_nbytes()
-    shake(1000)
-    gc.collect()
-    assert open_descriptors() == descriptors
-    assert resident_nbytes() < memory + 2 * MEBIBYTE
-
-
-def test_failed_handshakes_leave_nothing() -> None:
-    def fail(times: int) -> None:
-        for _ in range(times):
-            client, server = socket.socketpair()
-            streams = stream(client, False, bytes(32)), stream(server, True)
-            streams[0].handshake()
-            for each in streams[::-1]:
-                with pytest.raises(_host.StreamError):
-                    each.handshake()
-
-    fail(100)
-    gc.collect()
-    descriptors, memory = open_descriptors(), resident_nbytes()
-    fail(500)
+    for number in range(1000 if act is shake else 500):
+        act(number)
     gc.collect()
     assert open_descriptors() == descriptors
     assert resident_nbytes() < memory + 2 * MEBIBYTE
@@ -445,14 +422,16 @@ def loaded_in(program: str) -> str:
     return found.stdout
 
 
-_MAPS = "print(*sorted({line.split()[-1] for line in open('/proc/self/maps') if 'libssl' in line}))"
+_MAPS = "print(*sorted({line.split(maxsplit=5)[-1] for line in open('/proc/self/maps') if 'libssl' in line}))"
 
 
+@pytest.mark.processes
 def test_no_second_openssl_is_loaded() -> None:
     python = loaded_in("import ssl;" + _MAPS)
     assert loaded_in("from qccl.transports import tls; tls.functions();" + _MAPS) == python
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("module", ["None", "types.ModuleType('_ssl')"])
 def test_without_pythons_ssl_it_is_the_systems(module: str) -> None:
     """Python has no ``_ssl``, or one that is built into the interpreter and hides its OpenSSL."""

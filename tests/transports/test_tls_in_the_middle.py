@@ -38,10 +38,7 @@ class Relay:
                 target.sendall(data)
 
     def shake_hands(self) -> None:
-        limit = patience.Limit(20)
-        while not all([each.handshake() for each in self.streams]):
-            self.pump()
-            assert limit.left()
+        patience.wait_until(lambda: all([each.handshake() for each in self.streams]), self.pump)
 
     def close(self) -> None:
         for each in (*self.streams, self._to_client, self._to_server):

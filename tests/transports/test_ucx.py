@@ -1,147 +1,30 @@
-"""Ranks connected by UCX, each a process, over shared memory and over TCP: bits, failures, and that processes end."""
+"""UCX in one process: its library, settings, ports, and what a forked child does with its connections."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import json
 import os
-import re
 import signal
+import socket
 import subprocess
 import sys
-import time
+import tempfile
 from pathlib import Path
 
 import patience
 import pytest
 from plain_ranks import free_ports
-from start_ranks import NETWORKS, needs_ucx
+from start_ranks import needs_ucx
 
 import qccl
-from qccl.transports import network, ucx
+from qccl.machine_name import machine_name
+from qccl.transports import network, topology, ucx
 from qccl.transports.network import Network
+from qccl.transports.regroup import MembershipSocket
+from qccl.transports.ucx import UcxTransport
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-pytestmark = [pytest.mark.starts_first, needs_ucx]
-
-
-def run(size: int, name: str, *, zombie: int | None = None, **environment: str) -> list[tuple[int, str, str, float]]:
-    """Status, output, errors and time of the end of each rank that runs a function of ucx_ranks.py.
-
-    Ranks that are stopped are killed when the others have ended. Until then the rank ``zombie`` is not reaped.
-    """
-    address = f"127.0.0.1:{free_ports(1)[0]}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "support" / "ucx_ranks.py"), name, str(rank), str(size), address],
-            env=os.environ | patience.environment() | {"PYTHONPATH": str(ROOT)} | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    ends = [0.0] * size
-    limit = patience.Limit(60)
-    try:
-        others = [process for rank, process in enumerate(processes) if rank != zombie]
-        while limit.left() and any(p.poll() is None for p in others):
-            for rank, process in enumerate(processes):  # poll() also reaps it: until then UCX takes it to be alive
-                if rank != zombie and not ends[rank] and process.poll() is not None:
-                    ends[rank] = time.monotonic()
-            if name == "stops" and all(p.poll() is not None for r, p in enumerate(processes) if r != 1):
-                break
-            time.sleep(0.01)
-    finally:
-        for process in processes:
-            process.kill()
-    texts = [process.communicate(timeout=10) for process in processes]
-    return [(p.returncode, *text, end) for p, text, end in zip(processes, texts, ends, strict=True)]
-
-
-def check(name: str, found: list[tuple[int, str, str, float]], *, but: int | None = None) -> None:
-    for rank, (status, out, errors, _) in enumerate(found):
-        if rank != but:
-            assert status == 0 and out.endswith(f"done {name}\n"), f"rank {rank}: {status}\n{out}\n{errors}"
-
-
-@pytest.mark.parametrize("over", NETWORKS)
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_the_bits_of_other_transports(size, over):
-    check("calls", run(size, "calls", **NETWORKS[over]))
-
-
-@pytest.mark.parametrize("name", ["closed", "closes_in_turn", "leaves", "mismatch", "raises"])
-@pytest.mark.parametrize("over", NETWORKS)
-def test_ends(name, over):
-    check(name, run(3, name, **NETWORKS[over]))
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"QCCL_NET": "eth77"}, "ArgumentError: QCCL_NET='eth77'"),
-        ({"UCX_TLS": "nonsense"}, "EngineError: UCX .* did not start"),
-        ({"UCX_TLS": "self"}, "EngineError: UCX has no network from rank 1 to rank"),
-    ],
-)
-def test_a_rank_that_cannot_start(environment, message):
-    """The others do not wait for it."""
-    found = run(2, "cannot_start", QCCL_TEST_ENVIRONMENT=json.dumps(environment))
-    check("cannot_start", found)
-    assert re.search(message, found[1][1]), found
-
-
-@pytest.mark.parametrize("name", ["raises_its_limit", "has_too_few_descriptors"])
-def test_limits_of_descriptors(name):
-    check(name, run(6, name, UCX_TLS="tcp,self"))
-
-
-@pytest.mark.parametrize("over", NETWORKS)
-def test_ranks_of_one_machine_listen_on_its_loopback_interface(over):
-    check("listens_on_loopback", run(2, "listens_on_loopback", **NETWORKS[over]))
-
-
-def test_chaos():
-    """Some events of chaos_ucx.py, which --minutes 10 goes on with."""
-    command = [sys.executable, str(ROOT / "tests" / "support" / "chaos_ucx.py"), "--minutes", "0.15", "--seed", "4"]
-    ended = subprocess.run(
-        command,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=110 * patience.factor(),
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-
-
-@pytest.mark.parametrize("name", ["other_size", "shrinks_in_a_fork", "stays_away"])
-def test_set_up_and_sizes(name):
-    check(name, run(2, name))
-
-
-@pytest.mark.parametrize("over", NETWORKS)
-def test_a_rank_that_is_killed_is_named(over):
-    found = run(3, "dies", **NETWORKS[over])
-    check("dies", found, but=1)
-    assert found[1][0] == -signal.SIGKILL
-    assert max(end for *_, end in found) - found[1][3] < 8, "the survivors have a keepalive of a second"
-
-
-@pytest.mark.parametrize("name", ["dies", "dies_in_a_transfer"])
-def test_a_rank_that_is_killed_and_not_reaped_is_named(name):
-    """UCX's keepalive takes it to be alive, and the others would wait for their deadline of 30 s."""
-    found = run(3, name, zombie=1)
-    check(name, found, but=1)
-    assert found[1][0] == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("over", NETWORKS)
-def test_a_rank_that_stops_meets_the_deadline(over):
-    check("stops", run(3, "stops", **NETWORKS[over]), but=1)
+pytestmark = needs_ucx
 
 
 def connections() -> set[str]:
@@ -162,10 +45,7 @@ def test_a_forked_child_does_not_keep_its_parents_connections():
     memory = ctypes.create_string_buffer(2)
     wires[0].receive(1, 1, ctypes.addressof(memory), 1, 1, 0)
     wires[1].send(0, 1, ctypes.addressof(memory) + 1, 1, 2)
-    limit = patience.Limit(10)
-    while 1 not in wires[0].poll(0):
-        wires[1].poll(0)
-        assert limit.left()
+    patience.wait_until(lambda: 1 in wires[0].poll(0), lambda: wires[1].poll(0))
     made = connections() - before
     assert len(made) >= 2  # both ends are here
     if (child := os.fork()) == 0:
@@ -178,6 +58,7 @@ def test_a_forked_child_does_not_keep_its_parents_connections():
         wire.close(0)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGSEGV])
 def test_signals_stay_the_programs(number):
     """UCX would otherwise show a debugger's prompt at SIGHUP, and the process would go on."""
@@ -189,12 +70,6 @@ def test_signals_stay_the_programs(number):
         [sys.executable, "-c", program, str(int(number))], capture_output=True, stdin=subprocess.DEVNULL, timeout=30
     )
     assert (done.returncode, done.stdout, done.stderr) == (-number, b"", b"")
-
-
-@pytest.mark.parametrize("over", NETWORKS)
-@pytest.mark.parametrize("name", ["stops_for_good", "shrinks_often", "keeps_residuals", "grows_with_calls_under_way"])
-def test_next_groups(name, over):
-    check(name, run(3, name, **NETWORKS[over]))
 
 
 def test_settings_of_the_environment_come_first(monkeypatch):
@@ -215,19 +90,53 @@ def test_the_interface_to_this_machine_is_none():
     assert network._interface_to("no-such-host.invalid") is None
 
 
-@pytest.mark.every_size
-@pytest.mark.parametrize("over", NETWORKS)
-def test_chaos_for_ten_minutes(over):
-    command = [
-        sys.executable,
-        str(ROOT / "tests" / "support" / "chaos_ucx.py"),
-        "--minutes",
-        "10",
-        "--seed",
-        str(time.time_ns()),
-    ]
-    command += ["--network", NETWORKS[over].get("UCX_TLS", "")]
-    ended = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+def test_the_library_is_found_without_a_folder_for_temporary_files(monkeypatch):
+    """A container may be read-only: nothing is started, and nothing written."""
+
+    def fail(*_, **__):
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    assert ucx.load_library.__wrapped__().ucp_get_version
+    *wheel, system = ucx._candidates()
+    assert system == "libucp.so.0" and all(Path(path).is_file() for path in wheel)
+
+
+def test_the_sockets_of_the_membership_are_in_the_range_of_ucx(monkeypatch):
+    """A firewall lets nothing else through."""
+    first = free_ports(1)[0]
+    between, beside = Network("host0", is_local=False), Network("127.0.0.1", is_local=True)
+    for text, expected in ((f"{first}-{first + 1}", range(first, first + 2)), ("0", ()), (f"{first}-{first}", ())):
+        monkeypatch.setenv("UCX_TCP_PORT_RANGE", text)
+        assert UcxTransport._listens(between)[1] == expected and UcxTransport._listens(beside)[1] == ()
+    with contextlib.ExitStack() as stack:
+        ports = []
+        with pytest.raises(OSError, match=rf"all ports from {first} to {first + 1} are used; give UCX_TCP_PORT_RANGE"):
+            for _ in range(3):
+                own = MembershipSocket("127.0.0.1", ports=range(first, first + 2))
+                stack.callback(own.close)
+                ports.append(int(own.member(b"").port))
+        assert set(ports) <= {first, first + 1} and ports
+
+
+def test_what_to_do_where_ucx_has_too_few_ports(monkeypatch):
+    monkeypatch.setenv("UCX_TCP_PORT_RANGE", "30000-30001")
+    membership = MembershipSocket("127.0.0.1")
+    try:
+        with pytest.raises(
+            qccl.EngineError, match=r"did not start.*30000-30001 must have two free ports for each rank"
+        ):
+            ucx._wire([("NO_SUCH_SETTING", "x")], membership)
+    finally:
+        membership.close()
+
+
+def test_a_machine_whose_name_is_not_utf_8(monkeypatch):
+    """Python has such bytes as lone surrogates, which cannot be encoded."""
+    usual = topology.machine()
+    monkeypatch.setattr(socket, "gethostname", lambda: "node\udcff")
+    assert machine_name() == "node\\xff" and len(topology.machine()) == len(usual)
+    with qccl.init("host") as comm:
+        assert comm.size == 1
+    assert qccl.run_ranks(2, lambda comm: comm.size) == [2, 2]

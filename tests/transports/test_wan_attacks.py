@@ -58,11 +58,7 @@ STRANGERS = {
 
 def check_calls(of: Group, seconds: float = 60.0) -> None:
     """All ranks make further calls."""
-    before, limit = list(of.calls), patience.Limit(seconds)
-    while not all(now > then for now, then in zip(of.calls, before, strict=True)):
-        assert limit.left(), "the ranks do not go on"
-        assert not any(end.done() for end in of.ends), [end.exception() for end in of.ends]
-        time.sleep(0.002)
+    of.wait_for_calls(list(of.calls), seconds)
 
 
 def test_strangers_are_dropped_while_the_ranks_call():
@@ -239,10 +235,7 @@ def test_a_false_rank_ends_the_group_at_most():
             check_calls(ranks)
             with Raw(ranks.ports[0]) as raw:
                 raw.say(hello(ranks.nonce, 1), LIES[name])
-                limit = patience.Limit(60)
-                while not all(end.done() for end in ranks.ends):
-                    assert limit.left()
-                    time.sleep(0.01)
+                patience.wait_until(lambda: all(end.done() for end in ranks.ends))
 
 
 def test_a_false_rank_that_takes_connections_away():

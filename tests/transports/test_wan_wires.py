@@ -338,7 +338,7 @@ def test_each_child_can_close_its_parents_connections():
     with ThreadPoolExecutor(1) as pool:
         exchanges = pool.submit(exchange)
         try:
-            for _ in range(50):
+            for _ in range(20):
                 child = os.fork()
                 if not child:
                     for wire in (a, b):

@@ -29,12 +29,10 @@ time.sleep(60)
 
 def ended_soon(watch, ranks):
     """ended(), once it finds any, or after a minute."""
-    limit = patience.Limit(60)
-    while not (found := watch.ended(ranks)) and limit.left():
-        time.sleep(0.01)
-    return found
+    return patience.wait_until(lambda: watch.ended(ranks))
 
 
+@pytest.mark.processes
 def test_a_process_that_is_killed_and_not_reaped():
     with subprocess.Popen([sys.executable, "-c", LISTENER], stdout=subprocess.PIPE, text=True) as process:
         with socket.create_server(("127.0.0.1", 0)) as living:

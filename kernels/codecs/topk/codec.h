@@ -1,21 +1,19 @@
 // The top-k codec: the values of greatest magnitude of a block, with their indices.
 //
 // Of equal magnitudes the lower index is kept. The indices are in Elias-Fano form (../elias_fano.h). The values follow in the
-// order of their indices: in the call's element type, relative to the block's greatest magnitude, which is stored as fp32, or
-// as a sign and one of two magnitudes, which are stored as fp32.
+// order of their indices: in the call's element type, or relative to the block's greatest magnitude, which is stored as fp32.
 // In a block that is not finite all bytes are zero. These are no valid indices, and a block without valid indices decodes to
 // NaN.
 #pragma once
 
 #include "../../pack.h"
 #include "../elias_fano.h"
-#include "../means.h"
 #include "../sparse.h"
 
 namespace QCCL_NAMESPACE {
 
 // The form of the values; numbered as in qccl/codecs/sparse.py.
-enum class TopKValues : u32 { exact = 0, float16 = 1, exp4 = 2, mean2 = 3 };
+enum class TopKValues : u32 { exact = 0, float16 = 1, exp4 = 2 };
 
 // A value of 4 bits is its sign (bit 3) and the number e of a level, greatest * 2^-e; e = 7 is the level 0.
 constexpr u32 kTopKZero = 7;
@@ -41,10 +39,6 @@ QCCL_FN float topk_half_scale(float greatest) {
   return float_of((exponent > 14 ? 268 - exponent : 254) << 23);
 }
 
-// The magnitude from which on kept values of 2 bits are large: a third of the way from their least magnitude to the greatest.
-// On Gaussian and Laplace values the error is least near there.
-QCCL_FN float topk_large(float least, float greatest) { return least + (greatest - least) * (1.0f / 3.0f); }
-
 struct TopK : CodecDefaults {
   static constexpr bool sparse = true, typed = true;
 
@@ -54,7 +48,6 @@ struct TopK : CodecDefaults {
   QCCL_FN u64 values_nbytes(const BucketOptions& options, u64 keep) {
     const TopKValues values = form(options);
     if (values == TopKValues::exact) return keep * sizeof(typename T::Storage);
-    if (values == TopKValues::mean2) return 8 + packed_nbytes(keep, 2);
     return 4 + (values == TopKValues::float16 ? 2 * keep : packed_nbytes(keep, 4));
   }
 
@@ -83,7 +76,6 @@ struct TopK : CodecDefaults {
     if (form(options) == TopKValues::exact) {
       return team.each(keep, [&](i32 j) { store_element<T>(values, j, x[chosen[j]]); });
     }
-    if (form(options) == TopKValues::mean2) return encode_mean2(team, x, chosen, keep, greatest, values);
     const float most = float_of((u32)greatest);
     if (team.leads()) store_float(values, most);
     if (form(options) == TopKValues::float16) {
@@ -94,28 +86,6 @@ struct TopK : CodecDefaults {
     }
   }
 
-  // The mean magnitudes of the small and of the large values, then 2 bits for each value: bit 0 is 1 if it is large, bit 1 is its
-  // sign.
-  template <class Team, class Values>
-  QCCL_FN void encode_mean2(const Team& team, const Values& x, const u32* chosen, u32 keep, i32 greatest, u8* values) {
-    const i32 least = ~team.greatest(keep, [&](i32 j) { return ~magnitude(x[chosen[j]]); });
-    const float large = topk_large(float_of((u32)least), float_of((u32)greatest)), pre = sum_scale(greatest);
-    const FloatPair sums = team.sum(keep, [&](i32 j) {
-      const float size = absolute(x[chosen[j]]), scaled = size * pre;
-      return FloatPair{size < large ? scaled : 0.0f, size < large ? 0.0f : scaled};
-    });
-    const float small = (float)team.count(keep, [&](i32 j) { return absolute(x[chosen[j]]) < large; });
-    if (team.leads()) {
-      store_float(values, mean_of(sums.first, small, pre, greatest));
-      store_float(values + 4, mean_of(sums.second, (float)keep - small, pre, greatest));
-    }
-    const auto code = [&](i32 j) {
-      const float value = x[chosen[j]];
-      return (absolute(value) < large ? 0u : 1u) | (value < 0.0f ? 2u : 0u);
-    };
-    team.template pack<2>(keep, code, values + 8);
-  }
-
   template <class T, class Team, class Take>
   QCCL_FN void decode(const Team& team, const BucketOptions& options, const RngCounter&, const u8* codes, const u8*, u32 n,
                       const Take& take) {
@@ -123,21 +93,14 @@ struct TopK : CodecDefaults {
     const EliasFano indices = EliasFano::make(keep, n);
     const u8* values = codes + indices.nbytes();
     const TopKValues how = form(options);
-    const float most = how == TopKValues::exact ? 0.0f : load_float(values);  // of mean2 the mean of the small values
-    const float large = how == TopKValues::mean2 ? load_float(values + 4) : 0.0f;
-    bool valid = most >= 0.0f && is_finite(most) && large >= 0.0f && is_finite(large);
+    const float most = how == TopKValues::exact ? 0.0f : load_float(values);
+    bool valid = most >= 0.0f && is_finite(most);
     if (valid && how == TopKValues::exact) {
       valid = indices.decode(team, codes, [&](u32 j, u32 i) { take(i, load_element<T>(values, j)); });
     } else if (valid && how == TopKValues::float16) {
       const float unit = 1.0f / topk_half_scale(most);
       valid = indices.decode(team, codes, [&](u32 j, u32 i) {
         take(i, Float16::to_float((u16)load_number<2>(values + 4 + 2 * j)) * unit);
-      });
-    } else if (valid && how == TopKValues::mean2) {
-      valid = indices.decode(team, codes, [&](u32 j, u32 i) {
-        const u32 code = (u32)values[8 + j / 4] >> 2 * (j & 3) & 3;
-        const float size = code & 1 ? large : most;
-        take(i, code & 2 ? -size : size);
       });
     } else if (valid) {
       valid = indices.decode(team, codes, [&](u32 j, u32 i) {

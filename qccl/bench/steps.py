@@ -1,0 +1,202 @@
+"""How long a training step takes with a codec, and with fp32 and fp16 over gloo.
+
+A call of qccl takes the time that the simulator computes for its schedules (qccl.bench.simulated). The calls of a step
+follow each other: each occupies the link, or the processor if that is longer, and what else it takes passes while the
+next one runs. The trainer computes meanwhile, and loses what calls take of the processors that the rank has.
+
+The constants below are of PyTorch's DistributedDataParallel and of gloo, fitted to the steps of docs/results (2 and 4
+ranks on 2 cores behind 100 Mbit/s and 1 Gbit/s). bench/doctor_accuracy.py compares the predictions with measured steps.
+Measured with 25, 50 and 100 ms, gloo's ring took two delays for each of its 2 (n - 1) messages, because a rank first
+tells its neighbour that it may send, and a call of qccl one more than its schedule has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from qccl.bench.calls import Case
+from qccl.bench.params import Link, codec_of
+from qccl.bench.simulated import ADD, Constants, Machines, Processor, simulated
+from qccl.bench.speed import Speed
+from qccl.bench.training import Computation
+from qccl.codecs import Codec, NoCodec
+from qccl.costs.grouping import grouped, sent_nbytes
+from qccl.dtypes import FLOAT32
+
+__all__ = ["FP16", "FP32", "Call", "Cost", "Step", "call_of", "constants_of", "cost_of", "rate_of", "step_seconds"]
+
+#: a step without a codec, and with 16 bits: DDP's own reduction and its hook, over gloo
+FP32, FP16 = "none", "cast"
+#: seconds until a message is noticed by a rank that shares a processor
+_SHARED_LATENCY = 1.5e-3
+#: seconds of a processor for a message of gloo; bytes of these; seconds to convert an element to 16 bits or back
+_GLOO_MESSAGE, _GLOO_NBYTES, _CONVERT = 70e-6, 64 << 10, 1.7e-9
+#: seconds of the trainer for a call, and for a step beyond its computation
+_CALL, _STEP = 0.35e-3, 2.0e-3
+#: compress() encodes parameters of so many elements and dimensions
+_ENCODED_ELEMENTS, _ENCODED_DIMENSIONS = 4096, 2
+#: bytes per second inside a node, which has one rank
+_INTRA = 5e9
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step.
+
+    Attributes:
+        computation: of one rank.
+        ranks: their number.
+        rate: bytes per second of each rank's link, in each direction.
+        processors: of each rank; less than 1 if ranks share one.
+        delay: seconds that a packet is under way from one rank to another, beyond those in one room.
+    """
+
+    computation: Computation
+    ranks: int
+    rate: float
+    processors: float = 1.0
+    delay: float = 0.0
+
+    @property
+    def threads(self) -> int:
+        """Threads of the trainer's computation on a rank."""
+        return max(1, int(self.processors))
+
+    @property
+    def constants(self) -> Constants:
+        """The simulator's constants for these ranks."""
+        return constants_of(self.processors)
+
+
+def constants_of(processors: float) -> Constants:
+    """The simulator's constants for ranks that have so many processors each."""
+    return Constants() if processors >= 1 else replace(Constants(), latency=_SHARED_LATENCY)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A reduction of some gradients; all times are seconds.
+
+    Attributes:
+        seconds: of the call alone.
+        link: in which it occupies the rank's link.
+        processor: in which it occupies a processor.
+        sent: bytes.
+    """
+
+    seconds: float
+    link: float
+    processor: float
+    sent: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A step with one codec; all times are seconds.
+
+    Attributes:
+        codec: its specification.
+        sent: bytes that each rank sends.
+        link: time of these bytes on the link.
+        processor: time of a processor for calls.
+        alone: the step if communication follows the backward pass.
+        overlapped: the step as DDP runs it, with communication beside the backward pass.
+        error: relative L2 error of one encoding of Gaussian values, measured.
+    """
+
+    codec: str
+    sent: float
+    link: float
+    processor: float
+    alone: float
+    overlapped: float
+    error: float
+
+
+def cost_of(step: Step, spec: str, speed: Speed) -> Cost:
+    """The cost of a step with a codec of this speed. Raises ArgumentError for too many ranks."""
+    calls = list(_of_gloo(step, spec) if spec in (FP32, FP16) else _of_groups(step, codec_of(spec), speed))
+    at_the_end = [(step.computation.backward, call) for _, call in calls]
+    sent, link, processor = (sum(getattr(call, name) for _, call in calls) for name in ("sent", "link", "processor"))
+    alone, overlapped = step_seconds(step, at_the_end), step_seconds(step, calls)
+    return Cost(spec, sent, link, processor, alone, overlapped, speed.error)
+
+
+def step_seconds(step: Step, calls: list[tuple[float, Call]]) -> float:
+    """The time of a step with these calls; each with the seconds of the backward pass after which it may start."""
+    scale = min(1.0, step.processors)
+    #: the part of the trainer's time that a busy processor of a call takes
+    loss = max(0.0, 1 - max(0.0, step.processors - 1) / step.threads)
+    now = free = end = use = 0.0  # free: when the calls leave link and processor; use: of the processor until then
+
+    def compute(seconds: float) -> None:
+        nonlocal now
+        seconds /= scale
+        busy, pace = max(0.0, free - now), 1 - loss * use
+        now += seconds / pace if seconds < busy * pace else seconds + busy * (1 - pace)
+
+    at = -step.computation.forward - _STEP
+    for ready, call in calls:
+        compute(max(0.0, ready - at) + _CALL)
+        at, occupied = max(at, ready), max(call.link, call.processor)
+        working = use * max(0.0, free - now) + call.processor
+        free = max(now, free) + occupied
+        use, end = working / (free - now), max(end, free + call.seconds - occupied)
+    compute(step.computation.backward - at)
+    return max(now, end) + step.computation.optimiser / scale
+
+
+def _of_groups(step: Step, codec: Codec, speed: Speed) -> Iterator[tuple[float, Call]]:
+    """The calls of qccl.torch.compress(), which begin in their order."""
+    gradients, ready = step.computation.gradients[::-1], 0.0
+    kinds = [
+        codec if g.count >= _ENCODED_ELEMENTS and len(g.shape) >= _ENCODED_DIMENSIONS else NoCodec() for g in gradients
+    ]
+    known: dict[tuple[Codec, int], Call] = {}
+    sizes = [g.count * FLOAT32.itemsize for g in gradients]
+    for group in grouped(zip(kinds, sizes, strict=True)):
+        ready = max(ready, *(gradients[i].ready for i in group))
+        key = kinds[group[0]], sum(gradients[i].count for i in group)
+        if key not in known:
+            known[key] = call_of(step, *key, speed)
+        yield ready, known[key]
+
+
+def call_of(step: Step, codec: Codec, count: int, speed: Speed) -> Call:
+    """An all-reduce of ``count`` float32 elements by qccl."""
+    scale = min(1.0, step.processors)
+    machines = Machines(step.ranks, Link("", step.rate, 0), _INTRA, step.delay, processors=scale)
+    processor = Processor(step.constants, {codec.spec(): (speed.encode, speed.decode)})
+    found = simulated(Case(count, FLOAT32, "avg"), codec, "auto", None, machines, processor)
+    timeline, sent = found.timeline, found.wire_nbytes
+    return Call(timeline.total + step.delay, step.constants.headers * sent / step.rate, timeline.busy, sent)
+
+
+def rate_of(seconds: float, nbytes: int, ranks: int, processors: float, delay: float) -> float:
+    """The rate of a link with which an all-reduce of ``nbytes`` without a codec takes ``seconds``.
+
+    The bytes take a quarter of the time at least, however long the messages are thought to take.
+    """
+    byte, none = seconds / sent_nbytes(nbytes, ranks), Speed(ADD, ADD, 0.0)
+    least = byte / 4
+    for _ in range(3):  # the time of a call is nearly linear in that of a byte
+        step = Step(Computation((), 0.0, 0.0, 0.0), ranks, 1 / byte, processors, delay)
+        call = call_of(step, NoCodec(), nbytes // FLOAT32.itemsize, none)
+        byte = max(least, byte + (seconds - call.seconds) * byte / call.link)
+    return 1 / byte
+
+
+def _of_gloo(step: Step, spec: str) -> Iterator[tuple[float, Call]]:
+    """The buckets of DDP, each in one all-reduce of gloo: a ring."""
+    hops, itemsize = 2 * (step.ranks - 1), FLOAT32.itemsize if spec == FP32 else 2
+    for bucket in sorted({g.bucket for g in step.computation.gradients}):
+        gradients = [g for g in step.computation.gradients if g.bucket == bucket]
+        count = sum(g.count for g in gradients)
+        sent = sent_nbytes(count * itemsize, step.ranks)
+        link = step.constants.headers * sent / step.rate
+        working = hops * _GLOO_MESSAGE + 2 * step.constants.byte * sent + count * ADD
+        working = (working + (count * _CONVERT if spec == FP16 else 0.0)) / min(1.0, step.processors)
+        chunks = max(1, count * itemsize // (_GLOO_NBYTES * step.ranks))  # the first one overlaps with nothing
+        waiting = hops * (step.constants.latency + 2 * step.delay) + working / chunks
+        yield max(g.ready for g in gradients), Call(max(link, working) + waiting, link, working, sent)

@@ -1,0 +1,125 @@
+"""A codec for each round of an all-reduce: specifications, bytes, and residuals on both sides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_cases import kept_by
+from thread_ranks import on_ranks
+
+import qccl
+from qccl import codecs
+from qccl.codecs import Codec, ErrorFeedback, MinMax, Momentum, TopK, Trellis, TwoRounds
+from qccl.collectives.allreduce import AllReduceSpec
+from qccl.collectives.feedback import sums_of
+from qccl.collectives.hierarchical import intra_of
+from qccl.dtypes import FLOAT32
+from qccl.errors import ArgumentError, CodecError
+from qccl.schedule import Exchange
+
+SPARSE = "topk:k=8,block=128,values=exp4/k=32"
+PAIRS = (SPARSE, "trellis2:bucket=256/trellis4:bucket=384", "topk:k=5,block=64/none", "none/minmax4:bucket=64")
+
+
+@pytest.mark.parametrize(
+    ("spec", "codec"),
+    [
+        ("trellis2/trellis4", TwoRounds(Trellis(2), Trellis(4))),
+        ("trellis2/bits=4", TwoRounds(Trellis(2), Trellis(4))),
+        ("topk:k=8,block=64/k=9", TwoRounds(TopK(8, 64), TopK(9, 64))),
+        ("topk:k=8,block=64,values=exp4/topk:k=9,block=64", TwoRounds(TopK(8, 64, "exp4"), TopK(9, 64))),
+        ("minmax2/minmax8+ef", ErrorFeedback(TwoRounds(MinMax(2), MinMax(8)))),
+        ("minmax2/minmax8+ef+nesterov", Momentum(ErrorFeedback(TwoRounds(MinMax(2), MinMax(8))))),
+    ],
+)
+def test_specifications(spec: str, codec: Codec) -> None:
+    assert codecs.get(spec) == codec
+    assert codecs.get(codec.spec()) == codec
+    assert codecs.identity(codec) == codec.spec()
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("minmax2/minmax4/minmax8", "has 2 times '/'; an all-reduce has two rounds: write A/B"),
+        ("minmax2/", "there is no codec ''"),
+        ("minmax2/minmix4", "there is no codec 'minmix4'.*Did you mean 'minmax'"),
+        ("minmax2/k=4", "minmax has no key 'k'; its keys: bits"),
+        ("minmax2+ef/minmax4", "no decorator 'ef/minmax4'"),
+    ],
+)
+def test_specifications_that_are_refused(spec: str, reason: str) -> None:
+    with pytest.raises(CodecError, match=reason):
+        codecs.get(spec)
+
+
+@pytest.mark.parametrize("inside", [ErrorFeedback(MinMax(4)), TwoRounds(MinMax(2), MinMax(4)), "minmax8"])
+def test_a_round_has_a_plain_codec(inside: Any) -> None:
+    for pair in ((inside, MinMax(8)), (MinMax(8), inside)):
+        with pytest.raises(CodecError, match="is not possible in one round"):
+            TwoRounds(*pair)
+
+
+def test_where_a_pair_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="nodes have one codec; use minmax2"):
+        intra_of("minmax2/minmax4", FLOAT32)
+    with pytest.raises(ArgumentError, match="op 'max' is not possible with minmax8/topk:k=3"):
+        AllReduceSpec.from_arguments(9, "float32", "minmax8/topk:k=3", None, op="max")
+
+
+def test_decorators_of_the_rounds() -> None:
+    """Both rounds have residuals. Momentum is that of a rank's own values."""
+    first, second = codecs.get("minmax2/minmax8+ef+nesterov:mu=0.5").rounds
+    assert (first.spec(), second.spec()) == ("minmax2+ef+nesterov:mu=0.5", "minmax8+ef")
+    single = codecs.get("minmax2+ef+nesterov:mu=0.5")
+    assert single.rounds == (single, single)
+
+
+@pytest.mark.parametrize("spec", [*PAIRS, "trellis2"])
+@pytest.mark.parametrize("two_levels", [False, True])
+def test_all_that_is_not_sent_is_in_the_residuals(spec: str, two_levels: bool) -> None:
+    """All results and all ranks' residuals add up to all values, so both rounds' errors are kept."""
+    size, steps, count = 4, 5, 4000
+    xs = np.random.default_rng(5).standard_normal((steps, size, count)).astype(np.float32)
+
+    def call(comm: qccl.Communicator) -> tuple[np.ndarray, np.ndarray]:
+        total = np.zeros(count)
+        for step in range(steps):
+            x, how = xs[step][comm.rank].copy(), {"codec": spec + "+ef", "key": "a", "algorithm": "two_round"}
+            if two_levels:
+                total += comm.hierarchical_allreduce(x, node_ids=[0, 0, 1, 1], layout="sharded", **how)
+            else:
+                total += comm.quantized_allreduce(x, **how)
+        return total, kept_by(comm)["a"]["values"]["residual"].astype(np.float64)
+
+    results = qccl.run_ranks(size, call)
+    left = sum(residual for _, residual in results)
+    exact = xs.astype(np.float64).sum(axis=(0, 1))
+    for total, _ in results:
+        np.testing.assert_allclose(total + left, exact, atol=1e-3)
+    assert abs(left).max() > 0.1 or spec == "none/minmax4:bucket=64"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("decorators", ["+ef", "+ef+nesterov:mu=0.5"])
+def test_the_residuals_of_sums_are_those_of_the_own_part(size: int, decorators: str) -> None:
+    codecs = ("minmax2:bucket=64", "minmax2:bucket=64/bits=4")
+    for count in (1, 64, 65, 1000):
+        for rank in range(size):
+            found = []
+            for codec in codecs:
+                spec = AllReduceSpec.from_arguments(count, "float32", codec + decorators, None, algorithm="two_round")
+                found.append(sums_of(spec.schedule(rank, size, in_place=count % 2 == 0)))
+            assert found[0] == found[1]
+
+
+@on_ranks(4)
+def test_bytes_that_ranks_send(comm: qccl.Communicator) -> None:
+    """Of a vector of 4 parts a rank sends three in each round, in that round's codec."""
+    how = {"codec": "topk:k=64,block=4096,values=exp4/k=256", "algorithm": "two_round"}
+    schedule = comm.plan("allreduce", 4 * 4096, **how).schedule(in_place=True)
+    assert sum(len(send.span) for op in schedule.ops if isinstance(op, Exchange) for send in op.sends) == 3 * (
+        100 + 324
+    )

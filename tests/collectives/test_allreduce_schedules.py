@@ -1,0 +1,148 @@
+"""The schedules of all-reduce: workspace, rank order, and what may run at the same time.
+
+That they compute the right thing is the verifier's business (test_verify.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+from schedule_cases import one_rank
+
+from qccl.analysis.events import Computation, Ensemble, Gate
+from qccl.codecs import MinMax, NoCodec
+from qccl.codecs.base import Codec
+from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
+from qccl.dtypes import BFLOAT16, FLOAT32
+from qccl.errors import ArgumentError
+from qccl.schedule import Encode, Exchange, Reduce, Role, Schedule
+
+CODEC = MinMax(bits=4, bucket=8)
+ALGORITHMS = sorted(ALLREDUCE)
+
+
+def all_ranks(name: str, size: int, count: int, codec: Codec = CODEC, **options: object) -> list[Schedule]:
+    return [one_rank(ALLREDUCE[name], rank, size, count, FLOAT32, codec, **options) for rank in range(size)]
+
+
+def workspace(schedule: Schedule) -> int:
+    return sum(b.nbytes for b in schedule.buffers.values() if b.role is Role.WORK)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_workspace_does_not_grow_with_the_vector(size: int) -> None:
+    for name in ALGORITHMS:
+        found = [
+            workspace(one_rank(ALLREDUCE[name], 0, size, count, FLOAT32, MinMax()))
+            for count in (1 << 22, 1 << 25, 1 << 28)
+        ]
+        assert max(found) <= 3.2 * (1 << 20) * (1 if name == "two_round" else size)
+        assert min(found) > 0.9 * max(found)  # chunks are equal parts of a shard
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_nothing_to_do(name: str, in_place: bool) -> None:
+    for size, count in ((1, 0), (4, 0), (1, 9)):
+        for schedule in all_ranks(name, size, count, in_place=in_place):
+            assert set(schedule.buffers) == ({"output"} if in_place else {"input", "output"})
+            copies = [op for op in schedule.ops if isinstance(op, Reduce) and not op.srcs]
+            assert len(schedule.ops) == len(copies) == (0 if in_place or count == 0 else 1)
+    scaled = all_ranks(name, 1, 9, in_place=in_place, scale=0.5)[0].ops
+    assert [op.scale for op in scaled if isinstance(op, Reduce)] == [0.5]
+
+
+def test_sums_are_in_rank_order() -> None:
+    """A rank's codes come in the order of ranks, with its own values in their place."""
+    for size in (2, 5):
+        for rank, schedule in enumerate(all_ranks("two_round", size, 8 * size)):
+            arrived = {
+                transfer.span: transfer.peer for op in schedule.ops if isinstance(op, Exchange) for transfer in op.recvs
+            }
+            (reduce,) = (op for op in schedule.ops if isinstance(op, Reduce))
+            order = [arrived[span] for span in reduce.srcs]
+            order.insert(reduce.own_index, rank)
+            assert order == list(range(size))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_random_numbers_are_keyed_by_element(name: str) -> None:
+    """Encodes of the input are round 0, of sums round 1, and the index is the element's in the vector."""
+    for schedule in all_ranks(name, 3, 500, chunk_elements=64):
+        for op in schedule.ops:
+            if isinstance(op, Encode):
+                assert (op.index, op.round) == (op.src.start, 0)
+            if isinstance(op, Reduce):
+                assert op.out is not None
+                assert (op.index, op.round) == (op.out.start, 1)
+
+
+def chunk_of(schedule: Schedule, name: str) -> list[int | None]:
+    """For each operation of a pipelined schedule, the chunk it works on, counted by kind (None: not needed here)."""
+    made: dict[str, int] = {}
+    encodes_per_chunk = schedule.size - 1 if name == "two_round" else 1
+    chunks: list[int | None] = []
+    for op in schedule.ops:
+        kind, per_chunk = type(op).__name__, 1
+        if isinstance(op, Encode):
+            per_chunk = encodes_per_chunk
+        if isinstance(op, Exchange):
+            kind = op.sends[0].span.buffer
+        chunks.append(made.get(kind, 0) // per_chunk)
+        made[kind] = made.get(kind, 0) + 1
+    return chunks
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("depth", [2, 4])
+def test_next_encode_does_not_wait_for_the_exchange(name: str, depth: int) -> None:
+    """With queues in order, no path leads from an Exchange of chunk k to the Encode of chunk k+1, on any rank."""
+    size, chunks = 3, 6
+    count = 8 * chunks * (size if name == "two_round" else 1)
+    schedules = all_ranks(name, size, count, chunk_elements=8, depth=depth)
+    graph = Ensemble(schedules).graph("nccl")
+    numbers = [chunk_of(schedule, name) for schedule in schedules]
+    checked = 0
+    for start, event in enumerate(graph.events):
+        if not (isinstance(event, Gate) and event.opens):
+            continue
+        chunk = numbers[event.rank][event.op_index]
+        reached, todo = {start}, [start]
+        while todo:
+            for later in graph.after[todo.pop()]:
+                if later not in reached:
+                    reached.add(later)
+                    todo.append(later)
+        for other in reached:
+            step = graph.events[other]
+            if isinstance(step, Computation) and isinstance(schedules[step.rank].ops[step.op_index], Encode):
+                found = numbers[step.rank][step.op_index]
+                assert chunk is not None and found is not None and found != chunk + 1
+                checked += 1
+    assert checked
+
+
+def test_choice() -> None:
+    """One step for a few bytes, otherwise two rounds; made of the arguments alone."""
+    assert choose_allreduce(1 << 14, 2, FLOAT32, MinMax()) == "one_shot"
+    assert choose_allreduce(1 << 20, 2, FLOAT32, MinMax()) == "two_round"
+    assert choose_allreduce(1024, 4, FLOAT32, MinMax()) == "one_shot"
+    assert choose_allreduce(1 << 20, 4, FLOAT32, MinMax()) == "two_round"
+    assert choose_allreduce(1024, 64, FLOAT32, MinMax()) == "two_round"
+    crossover = {
+        codec: min(n for n in range(1024, 1 << 18, 1024) if choose_allreduce(n, 4, BFLOAT16, codec) == "two_round")
+        for codec in (MinMax(2), MinMax(8), NoCodec())
+    }
+    assert crossover[MinMax(2)] > crossover[MinMax(8)] > crossover[NoCodec()]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_bad_arguments(name: str) -> None:
+    for bad, reason in (
+        ({"rank": 4}, "rank 4 of 4 ranks"),
+        ({"op": "avg"}, "op is 'avg'; a schedule knows sum, min and max"),
+        ({"depth": 0}, "depth is 0"),
+        ({"count": -1}, "count is -1"),
+    ):
+        arguments = {"rank": 0, "size": 4, "count": 8, "dtype": FLOAT32, "codec": CODEC} | bad
+        with pytest.raises(ArgumentError, match=reason):
+            one_rank(ALLREDUCE[name], **arguments)

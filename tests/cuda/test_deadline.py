@@ -1,0 +1,279 @@
+"""Deadlines on fake GPUs: ranks that stay away, work that never ends, full queues, and the watchdog."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+import weakref
+
+import fake_nccl
+import patience
+import pytest
+from cuda_ranks import called, on_gpus, one, pair, ranks, summed
+
+import qccl
+
+
+def wait_for_abort(world, blocked):
+    """Return when rank 0 has aborted NCCL, while the thread ``blocked`` runs."""
+    limit = patience.Limit(30)
+    while ("abort", 0) not in world.calls:
+        assert blocked.is_alive() and limit.left(), "nothing was aborted"
+        time.sleep(0.01)
+
+
+def test_a_rank_that_stays_away(world, cupy):
+    missed = threading.Event()
+
+    def run(comm):
+        x = summed(comm)
+        if comm.rank == 1:
+            return missed.wait(60)
+        work = comm.quantized_allreduce(x, async_op=True, timeout=0.3)
+        with pytest.raises(qccl.CollectiveTimeout, match="allreduce"):
+            work.synchronize()
+        assert isinstance(work.exception(), qccl.CollectiveTimeout)
+        for call in (lambda: comm.quantized_allreduce(x), comm.check, comm.barrier):
+            with pytest.raises(qccl.CollectiveTimeout, match="earlier"):
+                call()
+        missed.set()
+        return True
+
+    assert ranks(2, run) == [True, True]
+    assert ("abort", 0) in world.calls
+
+
+@on_gpus(1)
+def test_the_watchdog_needs_nobody_who_waits(comm, world, cupy):
+    x, out = called(comm)
+    world.ends = False
+    comm.quantized_allreduce(x, out, timeout=0.2)  # a program that never asks
+    wait_for_abort(world, threading.current_thread())
+    world.ends = True
+    with pytest.raises(qccl.CollectiveTimeout):
+        comm.check()
+
+
+@on_gpus(1)
+def test_the_deadline_counts_from_the_first_step_on_the_device(comm, world, cupy):
+    """The caller's own work before a call may take longer than the call's timeout."""
+    x, out = called(comm)
+    world.frozen = True
+    work = comm.quantized_allreduce(x, out, async_op=True, timeout=1.0)
+    time.sleep(1.2)
+    world.frozen = False
+    assert work.synchronize() is out
+
+
+@on_gpus(1)
+def test_the_deadline_while_a_thread_waits_for_room_in_a_full_queue(comm, world, cupy):
+    """The driver answers no question meanwhile, so the watchdog must ask none."""
+    x, out = called(comm)
+    world.ends, world.queue_entries = False, 40
+    comm.quantized_allreduce(x, out, timeout=0.3)  # the caller's stream waits for this
+    caller = threading.Thread(target=lambda: [world.put(0, "a kernel of the caller") for _ in range(60)])
+    caller.start()
+    wait_for_abort(world, caller)
+    world.ends = True
+    caller.join(60)
+    with pytest.raises(qccl.CollectiveTimeout, match="deadline"):
+        comm.check()
+
+
+@on_gpus(1)
+def test_the_deadline_while_a_wait_has_no_room_in_a_full_queue(comm, world, cupy):
+    """Making the caller's stream wait for a call blocks, too, and must not hold up the watchdog."""
+    x, out = called(comm)
+    world.ends = False
+    world.holds = lambda node: node.what == "a kernel of the caller"
+    work = comm.quantized_allreduce(x, out, async_op=True, timeout=0.3)
+    for _ in range(40):
+        world.put(0, "a kernel of the caller")
+    world.queue_entries = 40
+
+    def wait():
+        with contextlib.suppress(qccl.CollectiveTimeout):  # if the deadline has passed already
+            work.wait()
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    wait_for_abort(world, waiter)
+    world.ends, world.holds = True, lambda node: False
+    waiter.join(60)
+    with pytest.raises(qccl.CollectiveTimeout, match="deadline"):
+        comm.check()
+
+
+def test_the_runs_under_way_leave_room_in_the_queues(world, cupy):
+    """A caller who never waits is stopped before a launch blocks: the queue of a stream holds about 1,024 entries."""
+    calls, fullest = 600, 0
+
+    def run(comm):
+        nonlocal fullest
+        x, out = pair()
+        plan = comm.plan("allreduce", 100, codec="minmax8").bind(x, out)
+        plan.start().synchronize()
+        world.frozen = True
+        done = []
+        caller = threading.Thread(target=lambda: [done.append(plan.start()) for _ in range(calls)])
+        caller.start()
+        before, limit = -1, patience.Limit(30)
+        while len(done) < calls and (fullest <= 100 or before < len(done)):  # until the caller is blocked
+            assert limit.left()
+            before = len(done)
+            time.sleep(0.3)
+            fullest = max(world._queued(stream) for stream in world.tail)
+        assert len(done) < calls
+        world.frozen = False
+        caller.join(60)
+        comm.check()
+        return len(done)
+
+    assert one(run, timeout=60.0) == calls
+    assert 100 < fullest < 1024
+
+
+def test_waiting_for_room_has_a_deadline_though_no_call_begins(world, cupy):
+    """The queues are full behind work of the caller that never ends."""
+
+    def run(comm):
+        x, out = pair()
+        plan = comm.plan("allreduce", 100, codec="minmax8").bind(x, out)
+        plan.start().synchronize()
+        world.frozen, errors = True, []
+
+        def fill():
+            try:
+                while True:
+                    plan.start(timeout=0.3)
+            except qccl.QcclError as error:
+                errors.append(error)
+
+        caller = threading.Thread(target=fill)
+        caller.start()
+        caller.join(60)
+        world.frozen = False
+        [error] = errors
+        assert isinstance(error, qccl.CollectiveTimeout)
+        return str(error)
+
+    assert "waited 0.3 s for an earlier call to begin" in one(run)
+    assert ("abort", 0) in world.calls
+
+
+@on_gpus(1)
+def test_a_function_that_blocks_holds_up_no_deadline(comm, world, cupy):
+    """One of Work.add_done_callback(), of a call that has ended well."""
+    called, release = threading.Event(), threading.Event()
+    world.frozen = True
+    work = comm.quantized_allreduce(*pair(), async_op=True)
+    work.add_done_callback(lambda _: (called.set(), release.wait(60)))
+    world.frozen = False
+    assert called.wait(60)
+    world.ends = False
+    comm.quantized_allreduce(*pair(), async_op=True, timeout=0.2)
+    try:
+        wait_for_abort(world, threading.current_thread())
+    finally:
+        release.set()
+        world.ends = True
+
+
+@on_gpus(1)
+def test_a_timeout_of_the_wait(comm, world, cupy):
+    x, out = called(comm)
+    world.frozen = True
+    with pytest.raises(qccl.CollectiveTimeout, match=r"0\.1 s"):
+        comm.quantized_allreduce(x, out, async_op=True).wait(timeout=0.1)
+
+
+@on_gpus(1)
+def test_a_timeout_of_the_check(comm, world, cupy):
+    x, out = pair()
+    world.frozen = True
+    comm.quantized_allreduce(x, out)
+    with pytest.raises(qccl.CollectiveTimeout, match=r"rank 0 has pending calls that did not end within 0\.1 s"):
+        comm.check(timeout=0.1)
+
+
+def test_making_a_communicator_has_a_deadline(cupy, monkeypatch):
+    monkeypatch.setattr(fake_nccl, "BARRIER_SECONDS", 20.0)
+    begin = time.monotonic()
+    with pytest.raises(qccl.CollectiveTimeout, match="making of the communicator"):
+        qccl.Communicator(qccl.get_unique_id(), 0, 2, timeout=0.2)
+    assert time.monotonic() - begin < 10
+
+
+def test_a_watchdog_that_collects_another_communicator_keeps_its_deadline(world, cupy, monkeypatch):
+    """The collector of garbage runs in any thread, and NCCL may end a communicator only when the device goes on."""
+    threads = []
+
+    def wait_for_the_device(dropped):
+        if getattr(dropped, "_world", None) is not world:  # of an earlier test
+            return
+        threads.append(threading.current_thread().name)
+        deadline = time.monotonic() + 60
+        while ("abort", 0) not in world.calls and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def run(comm):
+        x, out = called(comm)
+        other = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0)
+        called(other)
+        cycle = [other]
+        cycle.append(cycle)
+        ended, collect, check = threading.Event(), threading.Event(), comm.transport.check
+        weakref.finalize(other._session.engine, ended.set)
+
+        def check_and_collect():
+            if collect.is_set() and not ended.is_set():
+                gc.collect()
+            check()
+
+        comm.transport.check = check_and_collect
+        world.communicators.clear()  # the fake's own references
+        monkeypatch.setattr(fake_nccl.NcclCommunicator, "__del__", wait_for_the_device, raising=False)
+        del other, cycle
+        world.ends = False
+        comm.quantized_allreduce(x, out, timeout=0.3)
+        collect.set()
+        limit = time.monotonic() + 30  # before that of the collector, which waits for the same
+        while ("abort", 0) not in world.calls:
+            assert time.monotonic() < limit, "the watchdog is blocked"
+            time.sleep(0.01)
+        assert ended.is_set()
+        world.ends = True
+
+    gc.disable()
+    try:
+        one(run)
+    finally:
+        gc.enable()
+    world.finish(lambda: threads)
+    assert set(threads) == {"garbage of qccl"}
+
+
+def test_the_watchdog_frees_no_arrays(world, cupy):
+    threads = []
+
+    class Kept:
+        def __del__(self):
+            threads.append(threading.current_thread().name)
+
+    def run(comm):
+        x, out = called(comm)
+        x.kept = Kept()
+        world.frozen = True
+        comm.quantized_allreduce(x, out)
+        del x
+        assert not threads
+        world.frozen = False
+        limit = patience.Limit(30)
+        while not threads:  # a program that never asks
+            assert limit.left()
+            time.sleep(0.01)
+
+    one(run)
+    assert threads == ["garbage of qccl"]

@@ -1,0 +1,187 @@
+"""Everything that is asked of CuPy and cuda-python exists there, and takes as many arguments as it is given.
+
+The libraries need no GPU for that; where they are not installed there is nothing to compare with.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.packages
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = [
+    *sorted((ROOT / "qccl" / "cuda").glob("*.py")),
+    *sorted((ROOT / "tests" / "gpu").glob("*.py")),
+    ROOT / "qccl" / "bench" / "plain.py",
+]
+_UNKNOWN = "?"
+
+
+@pytest.fixture(scope="module")
+def roots() -> dict[str, list[Any]]:
+    """The names under which the code knows the libraries, and what they are."""
+    cupy = pytest.importorskip(
+        "cupy", reason="CuPy is not installed (extra 'cuda12' or 'cuda13')", exc_type=ImportError
+    )
+    bindings = pytest.importorskip("cuda.bindings.driver", reason="cuda-python is not installed")
+    from cupy.cuda import driver, nccl, runtime
+
+    return {
+        "cupy": [cupy],
+        "cuda": [cupy.cuda],
+        "runtime": [runtime],
+        "driver": [driver, bindings],
+        "bindings": [bindings],
+        "nccl": [nccl],
+        "comm": [nccl.NcclCommunicator],
+        "_comm": [nccl.NcclCommunicator],
+    }
+
+
+def chain(node: ast.expr) -> list[str]:
+    """cuda_libraries().a.b -> [cuda_libraries, a, b]; nothing is known of the results of other calls."""
+    match node:
+        case ast.Attribute(value, name):
+            return [*chain(value), name]
+        case ast.Call(ast.Name("cuda_libraries")):
+            return ["cuda_libraries"]
+        case ast.Name(name):
+            return [name]
+    return [_UNKNOWN]
+
+
+def uses(path: Path) -> Iterator[tuple[int, list[str], list[ast.expr] | None, list[str]]]:
+    """Line, names, and the arguments of a call or of a pair of a function and its arguments."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(ast.Attribute() as function, arguments, keywords):
+                names = [str(k.arg) for k in keywords]
+                if not any(isinstance(a, ast.Starred) for a in arguments) and "None" not in names:
+                    yield node.lineno, chain(function), arguments, names
+            case ast.Tuple([ast.Attribute() as function, ast.Tuple(arguments)]):
+                if not any(isinstance(a, ast.Starred) for a in arguments):
+                    yield node.lineno, chain(function), arguments, []
+            case ast.Attribute():
+                yield node.lineno, chain(node), None, []
+
+
+def found(names: list[str], roots: dict[str, list[Any]], line: str) -> Any:
+    """What the libraries have under these names; None where they are not about the libraries."""
+    places = [i for i, name in enumerate(names[:-1]) if name in roots]
+    if (
+        not places
+        or names[0] in ("torch", "bindings", _UNKNOWN)
+        or (names[places[-1]] in ("comm", "_comm") and "nccl.py" not in line and names[-1] != "allReduce")
+    ):
+        return None
+    missing = ""
+    for root in roots[names[places[-1]]]:
+        value = root
+        for name in names[places[-1] + 1 :]:
+            if not hasattr(value, name):
+                missing = f"{line}: {'.'.join(names)} does not exist"
+                break
+            value = getattr(value, name)
+        else:
+            return value
+    raise AssertionError(missing)
+
+
+def parameters(function: Any) -> list[tuple[str, bool]] | None:
+    """Names, and whether there is a default; Cython tells them in the first line of the description."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        head = re.match(r"[\w.]+\(([^)]*)\)", function.__doc__ or "")
+        if head is None:
+            return None
+        parts = [part.strip() for part in head[1].split(",") if part.strip() not in ("", "*", "self")]
+        return [(re.split(r"[\s*]", part.partition("=")[0].strip())[-1], "=" in part) for part in parts]
+    kinds = {p.kind for p in signature.parameters.values()}
+    if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        return None
+    return [(p.name, p.default is not p.empty) for p in signature.parameters.values()]
+
+
+def test_every_name_and_number_of_arguments(roots):
+    names, calls = set(), set()
+    for path in FILES:
+        for number, parts, arguments, keywords in uses(path):
+            line = f"{path.name}:{number}"
+            function = found(parts, roots, line)
+            if function is None:
+                continue
+            names.add(parts[-1])
+            expected = parameters(function) if arguments is not None and callable(function) else None
+            if expected is None or arguments is None:
+                continue
+            known = [name for name, _ in expected]
+            given = [*known[: len(arguments)], *keywords]
+            assert len(arguments) <= len(expected), f"{line}: {parts[-1]} takes {known}, not {len(arguments)} arguments"
+            assert set(keywords) <= set(known), f"{line}: {parts[-1]} takes {known}, not {keywords}"
+            lacking = [name for name, has_default in expected if not has_default and name not in given]
+            assert not lacking, f"{line}: {parts[-1]} needs {lacking}, too"
+            calls.add(parts[-1])
+    assert {"launchKernel", "compile_using_nvrtc", "commSplit", "cuPointerGetAttributes", "from_external"} <= names
+    assert {
+        "cuEventRecord",
+        "cuEventQuery",
+        "streamWaitEvent",
+        "memcpyAsync",
+        "send",
+        "recv",
+        "allGather",
+        "allReduce",
+    } <= calls
+
+
+def test_the_fake_has_nothing_that_the_libraries_lack(roots):
+    """Tests on the fake mean something only for what exists."""
+    import fake_cuda
+
+    for module, content in fake_cuda.modules(fake_cuda.World(), lambda *arguments: None).items():
+        root = {"cupy": "cupy", "cupy.cuda": "cuda", "cuda.bindings.driver": "bindings"}.get(module)
+        root = root or module.rpartition(".")[2]
+        for name in vars(content) if root in roots and module not in ("cuda", "cuda.bindings") else ():
+            if not name.startswith("__"):
+                assert any(hasattr(real, name) for real in roots[root]), f"{module}.{name}"
+    for fake, real in ((fake_cuda.NcclCommunicator, roots["comm"][0]), (fake_cuda.Event, roots["cuda"][0].Event)):
+        for name in vars(fake):
+            assert name.startswith("_") or name == "comm" or hasattr(real, name), f"{fake.__name__}.{name}"
+    for name in ("__enter__", "__exit__", "synchronize", "begin_capture", "end_capture", "from_external", "null"):
+        assert hasattr(roots["cuda"][0].Stream, name), name
+
+
+def test_what_is_called_in_nccls_library_has_the_arguments_of_its_header(roots):
+    """By ctypes nothing else would notice a wrong number of arguments."""
+    headers = [Path(folder) / "nccl" / "include" / "nccl.h" for folder in __import__("nvidia").__path__]
+    found = [header for header in headers if header.exists()]
+    if not found:
+        pytest.skip("NCCL's header is not installed (nvidia-nccl-cu12 or nvidia-nccl-cu13)")
+    text = found[0].read_text(encoding="utf-8")
+    declared = {
+        m[1]: m[2].count(",") + 1 for m in re.finditer(r"^ncclResult_t\s+(nccl\w+)\(([^)]*)\);", text, re.MULTILINE)
+    }
+    from fake_nccl import Library
+
+    calls = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(ast.Name("call"), [ast.Constant(name), *arguments]):
+                    if not any(isinstance(each, ast.Starred) for each in arguments):
+                        assert len(arguments) == declared[name], f"{path.name}:{node.lineno}"
+                    calls[name] = declared[name]
+    assert {"ncclMemFree", "ncclCommRegister", "ncclCommDeregister", "ncclGetVersion", "ncclBroadcast"} <= set(calls)
+    for name, function in vars(Library).items():
+        if name.startswith("nccl"):
+            assert len(inspect.signature(function).parameters) - 1 == declared[name], name

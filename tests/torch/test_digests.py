@@ -1,0 +1,14 @@
+"""The bits of all collectives on ranks that find each other by torch.distributed."""
+
+from __future__ import annotations
+
+import pytest
+from start_ranks import assert_passed, checks, needs_ucx, start_plain
+
+pytestmark = [pytest.mark.processes, needs_ucx]
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.every_size)])
+def test_under_torch(n):
+    environment = {"QCCL_TEST_FRAMEWORK": "torch", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    assert_passed(start_plain(n, *checks("digests"), limit=110, **environment), n)

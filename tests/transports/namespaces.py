@@ -1,0 +1,72 @@
+"""Machines for tests: network namespaces, the cables between them, and Python inside them. Needs root."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from qccl.bench import lab
+
+__all__ = ["NEEDS_LAB", "cable", "inside", "ip", "linked", "namespaces", "start"]
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDS_LAB = [
+    pytest.mark.lab,
+    pytest.mark.slow,
+    pytest.mark.skipif(lab.obstacle() is not None, reason=lab.obstacle() or "there is a lab"),
+]
+
+
+def ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, timeout=20, capture_output=True, text=True).stdout
+
+
+@contextmanager
+def namespaces(*names: str) -> Iterator[list[str]]:
+    """Network namespaces whose names begin with "qccl-" and this process's number."""
+    made = [f"qccl-{os.getpid()}-{name}" for name in names]
+    try:
+        for name in made:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        yield made
+    finally:
+        for name in made:
+            subprocess.run(["ip", "netns", "del", name], check=False, timeout=20, capture_output=True)
+
+
+def cable(one: str, name: str, address: str, other: str, other_name: str, other_address: str) -> None:
+    """Connect two namespaces, with a network interface and its address in each."""
+    ip("link", "add", name, "netns", one, "type", "veth", "peer", "name", other_name, "netns", other)
+    for namespace, link, place in ((one, name, address), (other, other_name, other_address)):
+        ip("-n", namespace, "address", "add", place, "dev", link)
+        ip("-n", namespace, "link", "set", link, "up")
+
+
+@contextmanager
+def linked() -> Iterator[list[str]]:
+    """Two namespaces with a cable between them: 10.99.7.1 at "qccl-veth0" and 10.99.7.2 at "qccl-veth1"."""
+    with namespaces("first", "second") as machines:
+        cable(machines[0], "qccl-veth0", "10.99.7.1/24", machines[1], "qccl-veth1", "10.99.7.2/24")
+        yield machines
+
+
+def inside(machine: str, *command: str) -> list[str]:
+    return ["ip", "netns", "exec", machine, *command]
+
+
+def start(machine: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """Python in a namespace; stderr goes to stdout."""
+    return subprocess.Popen(
+        inside(machine, sys.executable, *arguments),
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )

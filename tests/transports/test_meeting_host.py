@@ -1,0 +1,285 @@
+"""Rank 0 of a meeting and those who call it: proofs, strangers in the place of a rank, and tokens."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import meeting_ranks
+import pytest
+from meeting_ranks import Meeting, challenge, gather, prove
+from strangers import connected
+from taps import Tap
+from tls_streams import shake_hands
+
+from qccl import CollectiveTimeout, EngineError, MismatchError, launch, meetings
+from qccl.transports import choice, meeting_host, meeting_messages, ucx
+from qccl.transports import strangers as dropped
+from qccl.transports.meeting_host import MeetingHost
+from qccl.transports.meeting_messages import Kind, message
+from qccl.transports.secret import derive
+
+pytestmark = pytest.mark.usefixtures("one_meeting_for_all")
+
+JOB, NOTES = Meeting.JOB, [*Meeting.NOTES]
+KEY, OTHER = derive(bytes(32), "meeting"), derive(b"other", "meeting")
+
+
+def hello(rank: int, **how: Any) -> bytes:
+    return meeting_ranks.hello(rank, **{"job": JOB} | how)
+
+
+# -- two processes that say to be the same rank ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_one_that_has_proved_itself_and_is_silent_does_not_keep_the_place(order, port, monkeypatch):
+    """As a process that knows the job and hangs, or that a stranger has taken over."""
+    monkeypatch.setattr(meeting_host, "_PROOF_SECONDS", 1.0)
+    monkeypatch.setattr(meeting_host, "_FRESH_SECONDS", 0.1)
+    with Meeting(port) as met, connected(("127.0.0.1", port), hello(1)) as silent:
+        prove(silent, hello(1), JOB)
+        time.sleep(0.2)
+        met.go_on(*order)
+
+
+def test_one_that_has_proved_itself_and_leaves_leaves_nothing(port, patient_host):
+    """Its note is not that of the rank."""
+    with Meeting(port) as met:
+        with connected(("127.0.0.1", port), hello(1)) as gone:
+            prove(gone, hello(1), JOB)
+            gone.shutdown(socket.SHUT_WR)
+            assert gone.recv(1) == b""  # rank 0 has noticed; a system under load may tell it late
+        found = [met.first, met.start(2)]
+        time.sleep(0.2)  # rank 0 would have three notes
+        found.append(met.start(1))
+        assert [each.result(60) for each in found] == [NOTES] * 3
+
+
+def test_a_proof_is_of_no_use_to_another_caller(port, patient_host):
+    """It is sent a second time, after the hello to which it belonged."""
+    with Meeting(port) as met:
+        with connected(("127.0.0.1", port), hello(1)) as gone:
+            nonce, _ = challenge(gone)
+            proof = meeting_messages.proof(JOB.encode(), b"rank", nonce, hello(1))
+        with connected(("127.0.0.1", port), hello(1)) as again:
+            challenge(again)
+            again.settimeout(60)
+            again.sendall(proof)
+            with suppress(ConnectionError):
+                while again.recv(1000):
+                    pass  # it is dropped
+            met.go_on()
+
+
+def test_one_that_does_not_know_the_job(port, patient_host):
+    """It has the right digest, as anyone who has read it, and not the name."""
+    with Meeting(port) as met, connected(("127.0.0.1", port), hello(1)) as stranger:
+        prove(stranger, hello(1), "a guess")
+        met.go_on()
+
+
+# -- strangers in the place of rank 0 ----------------------------------------------------------------------------------
+
+
+def answered(answer: Callable[[bytes], bytes], job: str = JOB) -> BaseException | None:
+    """What rank 1 raises where rank 0 is a program that says ``answer(hello)``."""
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(2) as pool:
+
+        def serve():
+            with suppress(OSError), server.accept()[0] as connection:
+                connection.sendall(answer(connection.recv(1 << 16)))
+                over.wait(60)
+
+        server.settimeout(60)
+        pool.submit(serve)
+        try:
+            return pool.submit(gather, b"one", 1, 3, server.getsockname(), 60.0, job).exception(120)
+        finally:
+            over.set()
+
+
+def proved(said: bytes) -> bytes:
+    """What a program says that knows the job."""
+    nonce = bytes(16)
+    return message(Kind.PROVE, nonce + meeting_messages.proof(JOB.encode(), b"rank 0", nonce, said))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda said: b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n",
+        lambda said: bytes(512),
+        lambda said: meeting_messages._HEAD.pack(
+            meeting_messages._MAGIC, meeting_messages._VERSION, 2**32 - 1, 0, bytes(32)
+        ),
+        lambda said: meeting_messages._HEAD.pack(
+            meeting_messages._MAGIC, meeting_messages._VERSION, 0, 2**32 - 1, bytes(32)
+        ),
+        lambda said: message(Kind.NOTES, meeting_messages.join(NOTES)),  # without a proof
+        lambda said: message(Kind.PROVE, bytes(48)),
+        lambda said: message(Kind.PROVE, b""),
+        lambda said: proved(said) + message(Kind.NOTES, b"x"),
+        lambda said: proved(said) + message(Kind.NOTES, struct.pack("<3I", 2**32 - 1, 0, 0)),
+    ],
+    ids=["http", "zeros", "verdict", "length", "unproved", "wrong proof", "no proof", "short", "lengths"],
+)
+def test_what_answers_is_not_rank_0(answer):
+    error = answered(answer)
+    assert isinstance(error, EngineError) and "is not rank 0 of this job" in str(error), error
+    assert "QCCL_PORT" in str(error)
+
+
+def test_a_text_from_the_network_is_shown_without_control_characters():
+    error = answered(lambda said: message(Kind.REFUSED, b"\x1b[2J\x07no\xff\x9b"))
+    assert isinstance(error, MismatchError) and "\\x1b[2J\\x07no" in str(error), error
+    assert str(error).isprintable()
+    assert dropped.printable("a\nb\u202e" + "c" * 2000, 10) == "a\\nb\\u202ecccccc..."
+
+
+# -- notes -------------------------------------------------------------------------------------------------------------
+
+
+def met(note: bytes) -> meetings.Meeting:
+    """A meeting in which rank 1 brings this note."""
+    return meetings.Meeting("the test", 0, 2, lambda own, timeout: [own, note])
+
+
+@pytest.mark.parametrize("note", [b"", b"\n", b"\xff\xfe", b"\n" * 9, b"a\nb"])
+def test_a_note_of_another_form_is_a_mismatch(note):
+    """In the choice of a transport."""
+    meeting = met(note)
+    with pytest.raises(MismatchError, match="rank 1 brought a note"):
+        meetings.connect(meeting, 5.0)
+
+
+def test_reasons_of_other_ranks_are_shown_without_control_characters():
+    note = choice.Offer("network", "", "", "", "", "", "", "no UCX", "no gloo", "no wan").note()
+    meeting = met(note.replace(b"no UCX", b"no \x1b[31mUCX"))
+    with pytest.raises(EngineError, match=r"rank 1: no .x1b.31mUCX") as raised:
+        meetings.connect(meeting, 5.0)
+    assert str(raised.value).isprintable()
+    assert launch._first_reason([b"", b"\x1b]0;title\x07"]) == "rank 1: \\x1b]0;title\\x07"
+
+
+@pytest.mark.skipif(bool(choice.obstacle("ucx")), reason=choice.obstacle("ucx") or "UCX is there")
+@pytest.mark.parametrize(
+    "note",
+    [b"x", b"100", b"100 ", b"x []", b"100 3", b'100 ["a"]', b"100 " + b"[" * 60_000, b"\xff" * 100, b"1" * 5000],
+)
+def test_an_address_of_another_form_is_a_mismatch(note):
+    """In the notes by which UCX's ranks connect: it ends the process that connects to an address that is none."""
+    with pytest.raises(MismatchError, match="rank 1 brought a note"):
+        ucx.UcxTransport(lambda own: [own, note], 5.0, is_local=True)
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+def captured(port: int, key: bytes | None) -> tuple[bytes, bytes]:
+    """What goes over the network in a meeting."""
+    with Meeting(port, key) as met, Tap(("127.0.0.1", port)) as tap:
+        met.go_on(port=tap.place[1])
+    return tap.said(0), tap.said(1)
+
+
+def test_who_reads_a_meeting_with_a_token_reads_no_note(port):
+    said = captured(port, KEY)
+    assert len(said[0]) > 300 and len(said[1]) > 300
+    for each in said:
+        assert not any(text in each for text in (*NOTES, b"note", b"the job", meeting_messages._MAGIC))
+
+
+def test_without_a_token_the_notes_can_be_read(port):
+    """So the test before finds what it looks for."""
+    said = captured(port, None)
+    assert NOTES[1] in said[0] and NOTES[0] in said[1]
+
+
+def test_what_a_rank_has_said_is_of_no_use_to_another_caller(port):
+    said, _ = captured(port, KEY)
+    with Meeting(port, KEY) as met, connected(("127.0.0.1", port), bytes(said)) as again:
+        met.go_on()
+        again.settimeout(60)
+        answer = b""
+        with suppress(OSError):
+            while part := again.recv(1 << 16):
+                answer += part
+        assert len(answer) < 1000  # of the handshake
+
+
+@pytest.fixture
+def has_dropped(monkeypatch) -> threading.Event:
+    """Rank 0 has dropped a caller for a cause that it names."""
+    found, drop = threading.Event(), MeetingHost.drop
+
+    def dropped(self: MeetingHost, caller, cause: str = "") -> None:
+        drop(self, caller, cause)
+        if cause:
+            found.set()
+
+    monkeypatch.setattr(MeetingHost, "drop", dropped)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("keys", "text", "text_of_rank_0"),
+    [
+        ((KEY, OTHER), "does not have this rank's token", r"ranks \[1, 2\] did not come.* does not have its token"),
+        ((KEY, None), "perhaps it has a QCCL_TOKEN, and this rank has none", "a caller that does not have its token"),
+        (
+            (None, KEY),
+            "perhaps rank 0 has no token",
+            r"ranks \[1, 2\] did not come.* rank 0 has no token, and a caller ",
+        ),
+    ],
+    ids=["another on rank 1", "none on rank 1", "none on rank 0"],
+)
+def test_different_tokens(keys, text, text_of_rank_0, port, end_deadlines, has_dropped):
+    with Meeting(port, keys[0]) as met:
+        second = met.start(1, keys[1])
+        assert has_dropped.wait(60)
+        if None not in keys:
+            with pytest.raises(EngineError, match=f"{text}.* set the same QCCL_TOKEN on all ranks"):
+                second.result(60)
+        end_deadlines()
+        if None in keys:
+            with pytest.raises(CollectiveTimeout, match=text):
+                second.result(60)
+        with pytest.raises(CollectiveTimeout, match=text_of_rank_0) as raised:
+            met.first.result(60)
+        assert "set the same QCCL_TOKEN" in str(raised.value)
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None], ids=["silent", "http", "TLS"])
+def test_a_program_in_the_place_of_rank_0_learns_nothing(answer):
+    """It says something, or has TLS with another key."""
+    got, timeout = bytearray(), 2.0 if answer == b"" else 60.0
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+
+        def serve() -> None:
+            with suppress(OSError):
+                connection, _ = server.accept()
+                if answer is None:
+                    assert not shake_hands(connection, OTHER, is_server=True)
+                    return
+                with connection:
+                    connection.settimeout(60)
+                    connection.sendall(answer)
+                    while part := connection.recv(1 << 16):
+                        got.extend(part)
+
+        server.settimeout(timeout)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        error = pool.submit(gather, NOTES[1], 1, 3, server.getsockname(), timeout, JOB, key=KEY).exception(120)
+        thread.join(60)
+    assert isinstance(error, CollectiveTimeout if answer == b"" else EngineError), error
+    assert NOTES[1] not in got and meeting_messages._MAGIC not in got
