@@ -153,7 +153,10 @@ def test_an_option_that_its_list_loses_while_an_array_is_described():
 
 
 def test_a_search_leaves_no_references():
-    table, x, codec, options = _host.CallTable(Codec), ones(), codecs.get("minmax4"), [12345678901, "text"]
+    # nothing that other tests have left refers to these objects: NumPy's own float32 is the type of all arrays
+    x, codec = np.ones(64, np.dtype(np.float32).newbyteorder("=")), codecs.get("minmax4")
+    table, options = _host.CallTable(Codec), [12345678901, "".join(["te", "xt"])]
+    assert x.dtype == np.float32 and x.dtype is not np.dtype(np.float32)
     table.add(NAME, (x,), (options,), {"codec": codec}, lambda: "found")
     counted = [x, x.dtype, codec, options, *options]
     before = [sys.getrefcount(each) for each in counted]

@@ -119,12 +119,12 @@ def test_a_failed_group_leaves_neither_threads_nor_engines(progress_threads):
             raise ZeroDivisionError
         comm.barrier()
 
-    before = len(host._live)
+    before = set(host._live)  # of other tests
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
             qccl.run_ranks(2, run)
     until(lambda: not progress_threads())
-    assert len(host._live) == before
+    assert set(host._live) <= before
 
 
 @on_ranks(2)

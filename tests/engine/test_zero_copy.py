@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -171,14 +172,17 @@ def test_values_arrive_whoever_comes_late(late: int, in_place: bool) -> None:
 
 
 def test_arrays_of_a_call_that_failed_live_as_long_as_something_may_send_from_them() -> None:
+    begun = threading.Event()
+
     def run(comm: qccl.Communicator) -> bool:
         if comm.rank == 1:
-            time.sleep(0.05)
+            assert begun.wait(60)
             comm.abort("for a test")
             return True
         x = np.ones(1 << 20, np.float32)
         alive = weakref.ref(x)
         work = comm.quantized_allreduce(x, codec="none", async_op=True)
+        begun.set()
         with pytest.raises(qccl.PeerLost):
             work.wait()
         del work, x

@@ -29,7 +29,7 @@ def values(rank: int, count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, rank]).standard_normal(count).astype(np.float32)
 
 
-def ranks(n: int, fn: Callable[[qccl.Communicator], Any], *, timeout: float = 10.0) -> list[Any]:
+def ranks(n: int, fn: Callable[[qccl.Communicator], Any], *, timeout: float = 60.0) -> list[Any]:
     """What ``fn(comm)`` returned or raised on each of ``n`` GPUs."""
     unique_id = qccl.get_unique_id()
 

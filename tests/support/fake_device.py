@@ -77,7 +77,7 @@ class World:
         self.ends = True  # the last kernels of runs do their work; if not, runs begin and hang
         self.queue_entries = 1 << 30  # how many nodes a stream's queue holds; a thread that puts one more waits
         self.driver = threading.RLock()  # held by a thread that waits for room in a queue, and while events are asked
-        self.patience = 20.0  # seconds until the host that waits takes a device to hang
+        self.patience = 60.0  # seconds until the host that waits takes a device to hang
         self.holds: Callable[[Node], bool] = lambda node: False  # what is not done, although it could be
         self.is_serial = False  # a device does everything in the order in which it was put there, as with one queue
         self.last: dict[int, Node] = {}  # of each device

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from fake_device import Block, World
 
-BARRIER_SECONDS = 10.0
+BARRIER_SECONDS = 60.0
 
 
 class NcclError(RuntimeError):
@@ -140,7 +140,7 @@ class NcclCommunicator:
         number = next(self._split)
         with self._world.lock:
             self._meeting.splits[number][self._rank] = color, key
-        self._meeting.barrier.wait(10)
+        self._meeting.barrier.wait(BARRIER_SECONDS)
         entries = self._meeting.splits[number]
         if color < 0:
             return None
