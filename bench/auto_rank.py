@@ -65,7 +65,6 @@ def _timed(comm: qccl.Communicator, count: int, ways: list[tuple[str, str]]) -> 
         "rounds": rounds,
         "seconds": {" ".join(each): seconds for each, seconds in zip(ways, found, strict=True)},
         "chosen": {codec: f"{plan.codec} {plan.spec.algorithm}" for codec, plan in plans.items()},  # type: ignore[attr-defined]
-        "why": {codec: plan.explain().splitlines()[1] for codec, plan in plans.items()},
     }
 
 

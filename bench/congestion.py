@@ -56,7 +56,7 @@ def main(**given: Any) -> None:
     for loss in given["losses"].split(","):
         rows += [_measure(given, loss, transport, tcp) for transport, tcp in columns]
         if given["save"]:
-            _save({"machine": of, "rows": rows})
+            store(todays("congestion"), {"machine": of, "rows": rows})
     head = ["packets lost", *(_name(transport, tcp, given["connections"]) for transport, tcp in columns)]
     body = list(_body(rows, len(columns)))
     print_table(head, body)
@@ -110,12 +110,6 @@ def _cell(row: dict[str, Any]) -> str:
     """The median in milliseconds, and those of the fastest and the slowest run."""
     median, least, most = (f"{each * 1e3:.0f}" for each in (row["median"], min(row["medians"]), max(row["medians"])))
     return median if least == most else f"{median} ({least} to {most})"
-
-
-def _save(document: dict[str, Any]) -> None:
-    path = todays("congestion")
-    store(path, document)
-    print(f"wrote {path}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import click
 import numpy as np
 from runs import document_table, machine, print_table, report, rewrite_table, run_ranks, start_script
 from training_rank import EXAMPLES, POSITIONS, sent_nbytes_behind
-from training_report import MODELS, network_of
+from training_report import MODELS, computation, network_of
 from without_ddp import local_recipe, outer_of, replayed_local_step
 
 import qccl
@@ -50,7 +50,6 @@ STEPS = ("H", "outer steps", "codec", "link", "ms a step", "of it without commun
 @click.option("--codecs", default=f"none,trellis2+ef,{_SPARSE}", show_default=True, help='"none" is fp32.')
 @click.option("--links", default="100mbit,100mbit 25ms 0.1% bbr", show_default=True)
 @click.option("--delay", default=3, show_default=True)
-@click.option("--compute", type=float, help="Seconds of a step's computation; None: measured now.")
 @click.option("--seeds", default=5, show_default=True)
 @click.option("--steps", default=600, show_default=True, help="Of a training.")
 @click.option("--write", type=click.Path(exists=True, dir_okay=False), help="Replace the tables of this page.")
@@ -79,19 +78,16 @@ def _curves(given: dict[str, Any], ways: list[tuple[int, str, str]]) -> Iterator
     for (period, kind, codec), each in found.items():
         base = found.get((period, "plain", "none"), [])
         more = [own - other for own, other in zip(each, base, strict=False)]
-        cells = f"{statistics.mean(each):.3f}", _deviation(each), f"{statistics.mean(more):+.3f}" if more else ""
-        yield period, kind, f"`{codec}`", *cells
-
-
-def _deviation(values: list[float]) -> str:
-    return f"{statistics.stdev(values):.3f}" if len(values) > 1 else ""
+        spread = f"{statistics.stdev(each):.3f}" if len(each) > 1 else ""
+        more_than_plain = f"{statistics.mean(more):+.3f}" if more else ""
+        yield period, kind, f"`{codec}`", f"{statistics.mean(each):.3f}", spread, more_than_plain
 
 
 def _steps(given: dict[str, Any], ways: list[tuple[int, str, str]]) -> Iterator[tuple[object, ...]]:
     """Time the steps of each way behind each link."""
     script = str(Path(__file__).with_name("training_rank.py"))
     (compute,) = run_ranks(script, 1, {"measure": "compute", "model": given["model"]}, "ucx", None, None)
-    seconds = given["compute"] or compute["forward"] + compute["ready"][-1][1] + compute["optimiser"]
+    seconds = computation({"compute": compute})
     print(f"A step computes for {seconds * 1e3:.1f} ms.", flush=True)
     for link, way in itertools.product(given["links"].split(","), ways):
         network, (period, kind, codec) = network_of(link), way

@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -24,10 +25,10 @@ from runs import begun, measured_on, report, rewrite_table, run_ranks, start_scr
 
 from qccl.bench.lab import Lab
 from qccl.bench.params import codec_of, parse_link
-from qccl.bench.speed import Speed
+from qccl.bench.speed import Speed, measure_speed
 from qccl.bench.steps import FP16, FP32, Step, cost_of
 from qccl.bench.tcp import congestion_control
-from qccl.bench.training import Computation, Gradient
+from qccl.bench.training import Computation, Gradient, measured
 
 MODELS = "byte_model,word_gpt,conv_net"
 METHODS = f"{FP32},{FP16},minmax8,minmax4+ef,minmax2:bucket=256+ef,trellis2+ef,onebit:reconstruct=mean+ef"
@@ -141,25 +142,19 @@ def rank(task: dict[str, Any]) -> None:
         gc.collect()  # DistributedDataParallel holds the group, whose threads must end before the interpreter
         dist.destroy_process_group()
         return
-    what = _speeds(task["methods"]) if task["measure"] == "speeds" else _alone(task["model"])
-    report([{"found": what}])
+    found = _speeds(task["methods"]) if task["measure"] == "speeds" else asdict(_alone(task["model"]))
+    report([{"found": found}])
 
 
 def _speeds(methods: list[str]) -> dict[str, dict[str, float]]:
-    from qccl.bench.speed import measure_speed
-
     return {each: vars(measure_speed(codec_of(each), _TIMED)) for each in methods}
 
 
-def _alone(model: str) -> dict[str, Any]:
+def _alone(model: str) -> Computation:
     """The computation of a step of a model."""
-    from dataclasses import asdict
-
     from doctor_models import MODELS as makers
 
-    from qccl.bench.training import measured
-
-    return asdict(measured(*makers[model](), BUCKET_MB, 1))
+    return measured(*makers[model](), BUCKET_MB, 1)
 
 
 def _step(name: str, method: str) -> float:

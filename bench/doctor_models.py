@@ -9,42 +9,25 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["MODELS", "byte_model", "conv_net", "word_gpt"]
+__all__ = ["MODELS", "conv_net"]
 
 _EXAMPLES = str(Path(__file__).parent.parent / "docs" / "examples")
 Training = tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]
 
 
-def byte_model() -> Training:
-    """Few large layers, and an embedding that is complete last: docs/examples/byte_model.py, with SGD."""
-    recipe = _example("byte_model")
-    model = recipe.ByteModel()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
-
-    def loss() -> torch.Tensor:
-        context, following = torch.randint(256, (64, recipe.CONTEXT)), torch.randint(256, (64,))
-        return nn.functional.cross_entropy(model(context), following)
-
-    return model, loss, optimizer
-
-
-def word_gpt() -> Training:
-    """Many small layers, and an embedding that is the output layer, too: docs/examples/word_gpt.py, with AdamW."""
-    recipe = _example("word_gpt")
-    model = recipe.WordGPT()
-    optimizer = recipe.optimizer_of(model)
-
-    def loss() -> torch.Tensor:
-        words = torch.randint(recipe.VOCABULARY, (recipe.BATCH, recipe.CONTEXT + 1))
-        return nn.functional.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
-
-    return model, loss, optimizer
+def _example(name: str) -> Training:
+    """The model, the batches and the optimiser of a recipe in docs/examples."""
+    if _EXAMPLES not in sys.path:
+        sys.path.append(_EXAMPLES)
+    recipe = importlib.import_module(name)
+    model, (text, _), generator = recipe.make_model(), recipe.corpus(), torch.Generator().manual_seed(0)
+    return model, lambda: recipe.loss_of(model, recipe.random_batch(text, generator)), recipe.optimizer_of(model)
 
 
 def conv_net() -> Training:
@@ -63,10 +46,9 @@ def conv_net() -> Training:
     return model, loss, optimizer
 
 
-def _example(name: str) -> Any:
-    if _EXAMPLES not in sys.path:
-        sys.path.append(_EXAMPLES)
-    return importlib.import_module(name)
-
-
-MODELS: dict[str, Callable[[], Training]] = {"byte_model": byte_model, "word_gpt": word_gpt, "conv_net": conv_net}
+#: of byte_model the layers are few and large, and its embedding is complete last; of word_gpt they are many and small,
+#: and the embedding is the output layer, too
+MODELS: dict[str, Callable[[], Training]] = {
+    **{name: partial(_example, name) for name in ("byte_model", "word_gpt")},
+    "conv_net": conv_net,
+}

@@ -11,25 +11,29 @@ less the fastest, divided by the median.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-from runs import machine, print_table, report, run_ranks, run_undisturbed, save, start_script
+from runs import machine, report, run_ranks, run_undisturbed, save, start_script
 
 import qccl
 from qccl.bench.bulk import Bulk
 from qccl.bench.calls import Wiring
 from qccl.bench.lab import Lab, shaped_nbytes
-from qccl.bench.params import format_size, parse_link, parse_size
+from qccl.bench.params import parse_link, parse_size
 from qccl.bench.plain import load_mpi, plain_allreduce
 
-__all__ = ["cpu_seconds", "medians", "plain", "spread", "turns"]
+sys.path.append(str(Path(__file__).parent.parent / "docs"))
+from results_tables import tables
 
 Call = Callable[[], object]
 #: a transport ("": MPI's own all-reduce) and a way to call
@@ -44,8 +48,6 @@ Side = tuple[str, str]
 @click.option("--codecs", default="minmax8,minmax4", show_default=True)
 @click.option("--sizes", default="4K,64K,1M,16M", show_default=True, help="In shared memory.")
 @click.option("--calls", default=20, show_default=True, help="Minimum number of calls of each side.")
-@click.option("--algorithm", default="auto", show_default=True)
-@click.option("--chunk", type=int, help="Elements.")
 @click.option("--patience", default=0.0, show_default=True, help="Seconds to wait for an idle machine, in all.")
 @click.option("--save", is_flag=True, help="Write docs/results/host-<date>.json, or replace these rows in it.")
 def main(**given: Any) -> None:
@@ -53,89 +55,31 @@ def main(**given: Any) -> None:
     document: dict[str, Any] = {"machine": machine(), "lab": [], "shared": [], "overlap": []}
     until = time.monotonic() + given["patience"]
     ranks = [int(n) for n in given["ranks"].split(",")]
-    shared = {key: given[key] for key in ("algorithm", "chunk", "calls")}
-    shared["transports"] = given["transports"].split(",")
+    shared = {"calls": given["calls"], "transports": given["transports"].split(",")}
     for section in given["sections"].split(","):
-        rows = document[section]
-        tasks = {
-            "lab": lambda: _lab_tasks(given["links"].split(","), given["codecs"].split(",")),
-            "shared": lambda: _shared_tasks(given["sizes"].split(","), given["codecs"].split(",")),
-            "overlap": _overlap_tasks,
-        }[section]()
-        for task in tasks:
+        for task in _tasks(section, given):
             for n in ranks:
-                rows += run_undisturbed(partial(_run, n, task | shared), until)
-        _print(section, rows)
+                document[section] += run_undisturbed(partial(_run, n, task | shared), until)
     document["machine"]["load after"] = os.getloadavg()
+    print("\n".join(tables(document)))
     if given["save"]:
         save(document)
 
 
-def _lab_tasks(links: list[str], codecs: list[str]) -> Iterator[dict[str, Any]]:
-    for link in links:
-        for codec in codecs:
-            yield {"measure": "lab", "link": link, "codec": codec, "count": 4 << 20}
-
-
-def _shared_tasks(sizes: list[str], codecs: list[str]) -> Iterator[dict[str, Any]]:
-    for size in sizes:
-        for codec in codecs:
-            yield {"measure": "shared", "link": None, "codec": codec, "count": parse_size(size) // 4}
-
-
-def _overlap_tasks() -> Iterator[dict[str, Any]]:
-    yield {"measure": "overlap", "link": "1gbit", "codec": "minmax8", "count": 4 << 20}
+def _tasks(section: str, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    links, sizes, codecs = (given[name].split(",") for name in ("links", "sizes", "codecs"))
+    cases = {
+        "lab": itertools.product(links, ["16M"], codecs),
+        "shared": itertools.product([None], sizes, codecs),
+        "overlap": [("1gbit", "16M", "minmax8")],
+    }
+    for link, size, codec in cases[section]:
+        yield {"measure": section, "link": link, "codec": codec, "count": parse_size(size) // 4}
 
 
 def _run(ranks: int, task: dict[str, Any]) -> list[dict[str, Any]]:
     lab = Lab(ranks, parse_link(task["link"])) if task["link"] else None
     return run_ranks(__file__, ranks, task, task["transports"][0], lab)
-
-
-def _print(section: str, rows: list[dict[str, Any]]) -> None:
-    print(f"\n{section}")
-    match section:
-        case "lab":
-            print_table(
-                ("link", "ranks", "codec", "over", "ms", "in place", "floor", "of the line", "of a plain transfer",
-                 "plain transfer of the line", "MPI ms", "in place", "gain", "in place", "spread", "crossed",
-                 "CPU ms per rank", "others"),
-                [
-                    (r["link"], r["ranks"], r["codec"], r["transport"], f"{r['qccl'] * 1e3:.2f}",
-                     f"{r['qccl in place'] * 1e3:.2f}", f"{r['floor'] * 1e3:.2f}", f"{r['floor'] / r['qccl']:.1%}",
-                     f"{r['bulk'] / r['qccl']:.1%}", f"{r['floor'] / r['bulk']:.1%}",
-                     f"{r['mpi'] * 1e3:.1f}", f"{r['mpi in place'] * 1e3:.1f}",
-                     f"{r['mpi'] / r['qccl']:.2f}", f"{r['mpi in place'] / r['qccl in place']:.2f}",
-                     f"{spread(r['blocks']):.0%}", f"{r['crossed']:.3f}", f"{r['cpu'] * 1e3:.1f}",
-                     f"{r['others']:.0%}")
-                    for r in rows
-                ],
-            )  # fmt: skip
-        case "shared":
-            print_table(
-                ("ranks", "size", "codec", "over", "us", "in place", "bound plan", "MPI us", "in place", "ratio",
-                 "in place", "spread", "others"),
-                [
-                    (r["ranks"], format_size(4 * r["count"]), r["codec"], r["transport"], f"{r['qccl'] * 1e6:.1f}",
-                     f"{r['qccl in place'] * 1e6:.1f}", f"{r['plan'] * 1e6:.1f}", f"{r['mpi'] * 1e6:.1f}",
-                     f"{r['mpi in place'] * 1e6:.1f}", f"{r['qccl'] / r['mpi']:.2f}",
-                     f"{r['qccl in place'] / r['mpi in place']:.2f}", f"{spread(r['blocks']):.0%}",
-                     f"{r['others']:.0%}")
-                    for r in rows
-                ],
-            )  # fmt: skip
-        case "overlap":
-            print_table(
-                ("link", "ranks", "over", "call ms", "call's CPU ms", "beside", "alone ms", "both ms", "of the larger",
-                 "others"),
-                [
-                    (r["link"], r["ranks"], r["transport"], f"{r['qccl'] * 1e3:.1f}", f"{r['cpu'] * 1e3:.1f}", name,
-                     f"{side['alone'] * 1e3:.1f}", f"{side['both'] * 1e3:.1f}",
-                     f"{side['both'] / side['least']:.3f}", f"{r['others']:.0%}")
-                    for r in rows
-                    for name, side in r["beside"].items()
-                ],
-            )  # fmt: skip
 
 
 # -- one rank --------------------------------------------------------------------------------------------------------
@@ -158,27 +102,26 @@ def rank(task: dict[str, Any]) -> None:
 
 
 def _bound(comm: qccl.Communicator, x: Any, y: Any, task: dict[str, Any]) -> qccl.Plan:
-    given = {key: task[key] for key in ("codec", "algorithm", "chunk")}
-    return comm.plan("allreduce", len(x), **given).bind(x, y)
+    return comm.plan("allreduce", len(x), codec=task["codec"]).bind(x, y)
 
 
 def _both_ways(comms: dict[str, qccl.Communicator], x: Any, y: Any, task: dict[str, Any]) -> dict[Side, Call]:
     """The calls that programs make, over each transport, and MPI's, out of place and in place."""
-    given = {key: task[key] for key in ("codec", "algorithm", "chunk")}
     z, first = x.copy(), next(iter(comms.values()))
     calls: dict[Side, Call] = {}
     for name, comm in comms.items():
-        calls[name, "qccl"] = partial(comm.quantized_allreduce, x, y, **given)
-        calls[name, "qccl in place"] = partial(comm.quantized_allreduce, z, op="avg", **given)
-    return calls | {("", "mpi"): plain(first, x, y), ("", "mpi in place"): plain(first, z, z)}
+        calls[name, "qccl"] = partial(comm.quantized_allreduce, x, y, codec=task["codec"])
+        calls[name, "qccl in place"] = partial(comm.quantized_allreduce, z, op="avg", codec=task["codec"])
+    return calls | {("", "mpi"): _plain(first, x, y), ("", "mpi in place"): _plain(first, z, z)}
 
 
 def _by_transport(comms: dict[str, qccl.Communicator], times: dict[Side, list[float]]) -> dict[str, dict[str, Any]]:
     """For each transport the medians and blocks of its sides and of MPI's."""
-    return {name: medians({side: blocks for (of, side), blocks in times.items() if of in ("", name)}) for name in comms}
+    sides = {name: {side: each for (of, side), each in times.items() if of in ("", name)} for name in comms}
+    return {name: _medians(each) for name, each in sides.items()}
 
 
-def plain(comm: qccl.Communicator, x: Any, y: Any) -> Call:
+def _plain(comm: qccl.Communicator, x: Any, y: Any) -> Call:
     """A function that calls MPI's all-reduce."""
     allreduce = plain_allreduce(comm.transport, "mpi")
     return lambda: allreduce(x.ctypes.data, y.ctypes.data, len(x), "float32", "sum")
@@ -195,7 +138,7 @@ def _seconds(comm: qccl.Communicator, call: Callable[[], object], calls: int) ->
     return max(float(item) for item in comm.allgather(repr(mine).encode()))
 
 
-def turns(comm: qccl.Communicator, sides: dict[Any, tuple[Call, int]], blocks: int) -> dict[Any, list[float]]:
+def _turns(comm: qccl.Communicator, sides: dict[Any, tuple[Call, int]], blocks: int) -> dict[Any, list[float]]:
     """Time the sides (a call, and the number of calls in a block) in turns; returns the means of their blocks."""
     times: dict[Any, list[float]] = {name: [] for name in sides}
     for _ in range(blocks):
@@ -204,17 +147,12 @@ def turns(comm: qccl.Communicator, sides: dict[Any, tuple[Call, int]], blocks: i
     return times
 
 
-def medians(blocks: dict[str, list[float]]) -> dict[str, Any]:
+def _medians(blocks: dict[str, list[float]]) -> dict[str, Any]:
     """The median of each side's blocks, and the blocks."""
     return {name: statistics.median(each) for name, each in blocks.items()} | {"blocks": blocks}
 
 
-def spread(blocks: dict[str, list[float]]) -> float:
-    """The maximum of the sides' spreads."""
-    return max((max(each) - min(each)) / statistics.median(each) for each in blocks.values())
-
-
-def cpu_seconds(comm: qccl.Communicator, call: Callable[[], object], calls: int) -> float:
+def _cpu_seconds(comm: qccl.Communicator, call: Callable[[], object], calls: int) -> float:
     """CPU seconds per call, the mean of the ranks."""
     comm.barrier()
     begin = time.process_time()
@@ -240,10 +178,10 @@ def _measure_lab(
         comm.barrier()
         crossed = (shaped_nbytes() - before) / (sent * counted)
         floor = most / parse_link(task["link"]).rate
-        costs[name] = {"floor": floor, "crossed": crossed, "cpu": cpu_seconds(comm, run, 5)}
+        costs[name] = {"floor": floor, "crossed": crossed, "cpu": _cpu_seconds(comm, run, 5)}
     each = max(4, -(-task["calls"] // blocks), min(40, round(0.2 / floor)))  # TCP starts slowly after a pause
     sides = {(of, side): (call, each if of else 4) for (of, side), call in calls.items()}
-    found = _by_transport(comms, turns(comm, sides, blocks))
+    found = _by_transport(comms, _turns(comm, sides, blocks))
     return {name: found[name] | costs[name] for name in comms}
 
 
@@ -254,7 +192,7 @@ def _measure_shared(
     calls = _both_ways(comms, x, y, task)
     for name, comm in comms.items():
         calls[name, "plan"] = _bound(comm, x, y, task).run
-    return _by_transport(comms, turns(comm, {side: (call, each) for side, call in calls.items()}, 15))
+    return _by_transport(comms, _turns(comm, {side: (call, each) for side, call in calls.items()}, 15))
 
 
 # -- overlap ---------------------------------------------------------------------------------------------------------
@@ -279,8 +217,8 @@ def _overlap(comm: qccl.Communicator, x: Any, y: Any, task: dict[str, Any]) -> d
         return both
 
     blocks, each = 5, max(4, -(-task["calls"] // 5))
-    alone = statistics.median(turns(comm, {"call": (call, each)}, blocks)["call"])
-    cpu = cpu_seconds(comm, call, each)
+    alone = statistics.median(_turns(comm, {"call": (call, each)}, blocks)["call"])
+    cpu = _cpu_seconds(comm, call, each)
     cores = min(len(os.sched_getaffinity(0)), comm.size)
     sides = {}
     for name, other in {
@@ -288,8 +226,8 @@ def _overlap(comm: qccl.Communicator, x: Any, y: Any, task: dict[str, Any]) -> d
         "NumPy": _busy(alone, _in_numpy()),
         "Python": _busy(alone, _in_python),
     }.items():
-        times = medians(turns(comm, {"other": (other, each), "both": (beside(other), each)}, blocks))
-        shared = 0.0 if name == "sleep" else (cpu + cpu_seconds(comm, other, each)) * comm.size / cores
+        times = _medians(_turns(comm, {"other": (other, each), "both": (beside(other), each)}, blocks))
+        shared = 0.0 if name == "sleep" else (cpu + _cpu_seconds(comm, other, each)) * comm.size / cores
         sides[name] = {
             "alone": times["other"],
             "both": times["both"],

@@ -27,22 +27,18 @@ HEAD = (
 @click.command()
 @click.option("--links", default="100mbit,1gbit,10gbit,none", show_default=True, help='"none" is shared memory.')
 @click.option("--ranks", default="2,4", show_default=True)
-@click.option("--size", default="16M", show_default=True)
 @click.option("--transports", default="ucx,mpi", show_default=True)
 @click.option("--rounds", default=1, show_default=True, help="Runs of each transport.")
 @click.option("--codec", default="minmax8,minmax4", show_default=True)
-@click.option("--iters", default=20, show_default=True)
 @click.option(
     "--write",
     type=click.Path(exists=True, dir_okay=False),
     help="Replace the table of these links and ranks in this page.",
 )
-def main(
-    links: str, ranks: str, size: str, transports: str, rounds: int, codec: str, iters: int, write: str | None
-) -> None:
+def main(links: str, ranks: str, transports: str, rounds: int, codec: str, write: str | None) -> None:
     """Print the table."""
     before = machine()
-    flags = ["-b", size, "-e", size, "-n", str(iters), "--codec", codec, "--plain", "mpi"]
+    flags = ["-b", "16M", "-e", "16M", "--codec", codec, "--plain", "mpi"]
     rows = [
         row
         for link in links.split(",")

@@ -63,10 +63,6 @@ def _places(document: Document) -> list[tuple[str, int]]:
     return list(dict.fromkeys((row["network"], row["ranks"]) for row in document["rows"]))
 
 
-def _systems(document: Document) -> list[str]:
-    return list(dict.fromkeys(row["system"] for row in document["rows"]))
-
-
 def _times(document: Document, network: str, ranks: int) -> Iterator[str]:
     rows = [row for row in document["rows"] if (row["network"], row["ranks"]) == (network, ranks)]
     counts = sorted({row["count"] for row in rows})
@@ -168,7 +164,7 @@ def draw(document: Document, path: Path) -> None:
     networks = [network for network, number in _places(document) if number == ranks]
     networks.sort(key=lambda network: (parse_rate(network.split()[0]).rate, network))
     figure = Figure(figsize=(4.2 * len(networks), 4.4), layout="constrained")
-    others = [system for system in _systems(document) if not system.startswith("qccl")]
+    others = [*dict.fromkeys(row["system"] for row in document["rows"] if not row["system"].startswith("qccl"))]
     for axes, network in zip(figure.subplots(1, len(networks), squeeze=False)[0], networks, strict=True):
         place = (network, ranks, count)
         rows = [row for row in document["rows"] if (row["network"], row["ranks"], row["count"]) == place]

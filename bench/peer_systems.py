@@ -177,17 +177,6 @@ def _fbgemm(rank: int, ranks: int, folder: Path) -> AllReduce:
     return AllReduce(run)
 
 
-def _torchft(rank: int, ranks: int, folder: Path) -> AllReduce:
-    torch, dist = _torch_group()
-    from torchft.collectives import allreduce_quantized
-
-    def run(x: Values) -> None:
-        values = torch.from_numpy(x)
-        allreduce_quantized([values], dist.ReduceOp.SUM, dist.group.WORLD).wait()
-
-    return AllReduce(run)
-
-
 def _pccl(algorithm: str, rank: int, ranks: int, folder: Path) -> AllReduce:
     """Its calls with one of its ways to quantise to 8 bits; rank 0's process also has the master that it needs."""
     import pccl
@@ -285,7 +274,6 @@ SYSTEMS: dict[str, Callable[[int, int, Path], AllReduce]] = {
     "qccl low rank 4": partial(_ddp_hook, _qccl_low_rank),
     "gloo + FBGEMM int8": _fbgemm,
     "hivemind uniform8": _hivemind,
-    "torchft fp8": _torchft,
     "PCCL": partial(_pccl, "NONE"),
     "PCCL min-max uint8": partial(_pccl, "MIN_MAX"),
     "PCCL zero-point uint8": partial(_pccl, "ZERO_POINT_SCALE"),

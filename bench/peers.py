@@ -54,7 +54,6 @@ REQUIREMENTS = {
     "DDP PowerSGD rank 4": _TORCH,
     "gloo + FBGEMM int8": _TORCH,
     "hivemind uniform8": ("hivemind", "numpy<2"),  # with a newer NumPy it reports success, and averages nothing
-    "torchft fp8": ("torchft", "numpy"),
     "PCCL": _PCCL,
     "PCCL min-max uint8": _PCCL,
     "PCCL zero-point uint8": _PCCL,

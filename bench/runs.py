@@ -49,7 +49,7 @@ _ROWS = "BENCH_ROWS"
 _QUIET = 0.05
 _RESULTS = Path(__file__).parent.parent / "docs" / "results"
 #: the keys that identify a row of results
-_KIND = ("transport", "ranks", "nodes", "link", "link_per_rank", "codec", "count", "algorithm", "chunk")
+_KIND = ("transport", "ranks", "link", "codec", "count")
 
 
 def allreduce(*flags: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -79,14 +79,9 @@ def calls(comm: qccl.Communicator) -> Iterator[tuple[str, int, Callable[[], obje
     yield f"{text}, coalesced", 1, lambda: comm.quantized_allreduce_coalesced(many)
 
 
-def measure(
-    comm: qccl.Communicator, calls: Iterable[tuple[str, int, Callable[[], object]]]
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Microseconds of a call in each round, by kind; the rounds of the kinds take turns.
-
-    ``calls``: kinds, numbers of calls in a round, and the calls.
-    """
-    every = list(calls)
+def measure(comm: qccl.Communicator) -> list[dict[str, Any]]:
+    """Microseconds of a call in each round, by kind; the rounds of the kinds take turns."""
+    every = list(calls(comm))
     times: dict[str, list[float]] = {kind: [] for kind, _, _ in every}
     for number in range(1 + _ROUNDS):
         for kind, repeats, call in every:
@@ -103,7 +98,7 @@ def measure(
 
 def _as_rank(task: dict[str, Any]) -> None:
     with qccl.init("host") as comm:
-        rows = measure(comm, calls(comm))
+        rows = measure(comm)
         if comm.rank == 0:
             report(rows)
 

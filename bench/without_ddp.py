@@ -6,6 +6,7 @@ arguments with commas between them.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -27,16 +28,8 @@ def is_local(method: str) -> bool:
 
 
 def _options(text: str) -> dict[str, Any]:
-    return {name: _value(value) for name, value in (option.split("=") for option in text.split(","))}
-
-
-def _value(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+    """The keyword arguments of DiLoCo, which are numbers."""
+    return {name: json.loads(value) for name, value in (option.split("=") for option in text.split(","))}
 
 
 def changed(recipe: Any, **parts: Any) -> Any:

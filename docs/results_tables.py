@@ -23,9 +23,14 @@ def _file(path: Path) -> Iterator[str]:
     yield f"\n## {machine['cpu']}, {machine['date']}\n"
     yield f"{machine['cores']} cores, {machine['instruction set']}, {machine['mpi']}, float32, `python bench/host.py`;"
     yield f"[the file](results/{path.name}). Times are in milliseconds, and medians.\n"
-    for section, tables in (("lab", _lab), ("shared", _shared), ("overlap", _overlap)):
-        if found[section]:
-            yield from tables(found[section])
+    yield from tables(found)
+
+
+def tables(document: dict[str, Any]) -> Iterator[str]:
+    """The tables of what a run of bench/host.py has measured."""
+    for section, lines in (("lab", _lab), ("shared", _shared), ("overlap", _overlap)):
+        if document[section]:
+            yield from lines(document[section])
 
 
 def _lab(rows: Rows) -> Iterator[str]:
