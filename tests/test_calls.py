@@ -173,25 +173,6 @@ def test_calls_in_place_and_out_of_place_in_turn(executions, size):
     assert qccl.run_ranks(size, run) == [(0, 33)] * size
 
 
-def test_random_numbers_are_those_of_the_call():
-    def run(comm, resumed):
-        x = np.linspace(-1, 1, COUNT, dtype=np.float32) + comm.rank
-        found = []
-        for i in range(8):
-            if i == 5 and resumed:
-                saved = comm.state_dict()
-                for _ in range(4):
-                    comm.quantized_allreduce(x, np.empty_like(x), codec="dithering:k=4")
-                comm.load_state_dict(saved)
-            found.append(comm.quantized_allreduce(x, np.empty_like(x), codec="dithering:k=4").tobytes())
-        assert len(set(found)) == 8
-        return found
-
-    once = qccl.run_ranks(2, lambda comm: run(comm, False))
-    assert once[0] == once[1]
-    assert qccl.run_ranks(2, lambda comm: run(comm, True)) == once
-
-
 def test_calls_in_flight_keep_state_and_order_under_one_key():
     """Runs that share a program and the state of a key give the results of calls one after the other."""
 
@@ -208,25 +189,6 @@ def test_calls_in_flight_keep_state_and_order_under_one_key():
         return [out.tobytes() for out in outs]
 
     assert qccl.run_ranks(2, lambda comm: run(comm, True)) == qccl.run_ranks(2, lambda comm: run(comm, False))
-
-
-def test_the_rate_of_a_repeated_call_is_its_own():
-    def run(comm, forget):
-        x = np.linspace(-1, 1 + comm.rank, 300, dtype=np.float32)
-        out, found = np.empty_like(x), []
-        for step in range(6):
-            comm.quantized_allreduce(x, out, codec="minmax2+ef", key="x", lr=2.0**-step)
-            found.append(out.tobytes())
-            if forget:
-                comm._memory.calls.clear()
-        for lr in (-1.0, "x", float("nan")):
-            for options in ({"codec": "minmax2+ef", "key": "x"}, {"codec": "none"}):
-                with pytest.raises(ArgumentError, match="lr must be"):
-                    comm.quantized_allreduce(x, out, **options, lr=lr)
-        comm.quantized_allreduce(x, out, codec="none", lr=0.5)
-        return found
-
-    assert qccl.run_ranks(2, lambda comm: run(comm, False)) == qccl.run_ranks(2, lambda comm: run(comm, True))
 
 
 @pytest.mark.parametrize(
@@ -375,32 +337,17 @@ def test_a_closed_or_failed_communicator_refuses_a_repeated_call(comm):
             call()
 
 
-@on_ranks(3)
-def test_nonfinite_error_is_raised_on_every_rank(comm):
-    x = np.arange(100, dtype=np.float32) + comm.rank
-    if comm.rank == 1:
-        x[17] = np.nan
-    with pytest.raises(qccl.ArgumentError, match="not finite"):
-        comm.quantized_allreduce(x, nonfinite="error")
-    y = np.ones(100, np.float32)
-    comm.quantized_allreduce(y, nonfinite="error")  # the communicator goes on
-    for dtype in (np.float16, ml_dtypes.bfloat16):
-        z = np.zeros(100, dtype)
-        comm.quantized_allreduce(z, nonfinite="error")
-        z[99] = np.inf
-        with pytest.raises(qccl.ArgumentError, match="not finite"):
-            comm.quantized_allreduce(z, nonfinite="error")
-
-
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("out_of_place", [False, True])
-def test_nonfinite_error_says_whose_input_it_was(out_of_place):
+def test_nonfinite_error_says_whose_input_it_was(out_of_place, dtype):
     def run(comm):
-        x = np.arange(100, dtype=np.float32) + comm.rank
+        x = np.arange(100, dtype=np.float32).astype(dtype) + dtype(comm.rank)
         if comm.rank == 1:
             x[3] = np.nan
         out = np.empty_like(x) if out_of_place else None
         with pytest.raises(qccl.ArgumentError) as caught:
             comm.quantized_allreduce(x, out, nonfinite="error")
+        comm.quantized_allreduce(np.zeros(100, dtype), nonfinite="error")  # the communicator goes on
         return str(caught.value)
 
     texts = qccl.run_ranks(3, run)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -17,15 +15,6 @@ COUNT = 5000
 
 def ramp(rank, dtype=np.float32):
     return (np.arange(COUNT) % 256 + rank).astype(dtype)
-
-
-def test_avg_is_the_global_mean():
-    def run(comm):
-        x = np.full(COUNT, 3.0 * (comm.rank + 1), np.float32)
-        return comm.quantized_allreduce(x, op="avg")
-
-    for y in qccl.run_ranks(4, run):
-        assert (y == 7.5).all()
 
 
 @on_ranks(2, timeout=20)
@@ -78,14 +67,6 @@ def test_a_failed_with_block_tells_the_others(comm):
     else:
         with pytest.raises(qccl.PeerLost, match="disk full"):
             comm.quantized_allreduce(np.ones(10, np.float32), timeout=20.0)
-
-
-@pytest.mark.processes
-def test_import_is_light():
-    heavy = {"numpy", "mpi4py", "cupy", "torch", "jax", "click", "ctypes"}
-    script = f"import sys, qccl; print(sorted(set(sys.modules) & {heavy!r}))"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert result.stdout.strip() == "[]"
 
 
 def test_public_names_exist():

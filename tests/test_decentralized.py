@@ -1,4 +1,4 @@
-"""Training on scikit-learn's handwritten digits: decentralised in low precision, naively so, and in two levels."""
+"""Decentralised SGD in low precision: as good as in full precision, what its formulas say, and what it refuses."""
 
 from __future__ import annotations
 
@@ -11,50 +11,30 @@ import qccl
 from qccl.codecs import get
 from qccl.weights import matrix
 
-RANKS, STEPS, LR = 8, 300, 0.5
+RANKS, STEPS, LR, COUNT = 8, 300, 0.1, 650
 
 
-class Digits:
-    """Logistic regression; each rank has some of the classes only, the sorted data in equal shares."""
+class Quadratic:
+    """A loss whose minimum is another one on each rank: ``slopes`` times the squared distance from ``targets``."""
 
-    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
-        order = np.argsort(y, kind="stable")
-        self.x, self.y = (x[order] / 16).astype(np.float32), np.eye(10, dtype=np.float32)[y[order]]
-        self.parameters = x.shape[1] * 10 + 10
-
-    def share(self, rank: int) -> slice:
-        n = len(self.x)
-        return slice(rank * n // RANKS, (rank + 1) * n // RANKS)
-
-    def probabilities(self, model: np.ndarray, part: slice) -> np.ndarray:
-        scores = self.x[part] @ model[:-10].reshape(-1, 10) + model[-10:]
-        powers = np.exp(scores - scores.max(axis=1, keepdims=True))
-        return powers / powers.sum(axis=1, keepdims=True)
+    def __init__(self) -> None:
+        draw = np.random.default_rng(0)
+        self.slopes = draw.uniform(0.2, 1, (RANKS, COUNT)).astype(np.float32)
+        self.targets = draw.standard_normal((RANKS, COUNT), np.float32)
+        self.best = (self.slopes * self.targets).sum(axis=0) / self.slopes.sum(axis=0)
 
     def gradient(self, model: np.ndarray, rank: int) -> np.ndarray:
-        part = self.share(rank)
-        off = (self.probabilities(model, part) - self.y[part]) / len(self.y[part])
-        return np.concatenate([(self.x[part].T @ off).reshape(-1), off.sum(axis=0)]).astype(np.float32)
-
-    def loss(self, model: np.ndarray) -> float:
-        found = (self.probabilities(model, slice(None)) * self.y).sum(axis=1)
-        return float(-np.log(np.maximum(found, 1e-30)).mean())
+        return self.slopes[rank] * (model - self.targets[rank])
 
 
-@pytest.fixture(scope="module")
-def digits() -> Digits:
-    datasets = pytest.importorskip("sklearn.datasets", reason="the handwritten digits come with scikit-learn")
-    return Digits(*datasets.load_digits(return_X_y=True))
-
-
-def decentralised(digits: Digits, codec: str, steps: int = STEPS) -> tuple[np.ndarray, int]:
+def decentralised(task: Quadratic, codec: str) -> tuple[np.ndarray, int]:
     """The models of all ranks, and the bytes that one sent."""
 
     def run(comm: qccl.Communicator) -> tuple[np.ndarray, int, dict[int, np.ndarray]]:
         sent = count_sent(comm)
-        sgd = qccl.LowPrecisionDecentralized(comm, np.zeros(digits.parameters, np.float32), codec=codec)
-        for _ in range(steps):
-            sgd.step(digits.gradient(sgd.model, comm.rank), LR)
+        sgd = qccl.LowPrecisionDecentralized(comm, np.zeros(COUNT, np.float32), codec=codec)
+        for _ in range(STEPS):
+            sgd.step(task.gradient(sgd.model, comm.rank), LR)
         return sgd.model, sum(sent), sgd.replicas
 
     found = qccl.run_ranks(RANKS, run)
@@ -65,51 +45,29 @@ def decentralised(digits: Digits, codec: str, steps: int = STEPS) -> tuple[np.nd
     return np.stack([model for model, _, _ in found]), found[0][1]
 
 
-def naive(digits: Digits, codec: str) -> np.ndarray:
+def naive(task: Quadratic, codec: str) -> np.ndarray:
     """Decentralised SGD whose ranks send each other the codes of their models."""
     code, weights = get(codec), matrix("ring", RANKS)
-    models = np.zeros((RANKS, digits.parameters), np.float32)
+    models = np.zeros((RANKS, COUNT), np.float32)
     for _ in range(STEPS):
         seen = np.stack([code.decode(code.encode(model), model.size, "float32") for model in models])
-        gradients = np.stack([digits.gradient(model, rank) for rank, model in enumerate(models)])
+        gradients = np.stack([task.gradient(model, rank) for rank, model in enumerate(models)])
         models = (weights @ seen).astype(np.float32) - LR * gradients
     return models
 
 
-@pytest.mark.packages
-def test_low_precision_is_as_good_and_the_naive_way_is_not(digits: Digits) -> None:
-    full, full_bytes = decentralised(digits, "none")
-    low, low_bytes = decentralised(digits, "minmax8")
-    wanted, found = digits.loss(full.mean(axis=0)), digits.loss(low.mean(axis=0))
-    assert wanted < 0.4  # of 2.3 at the start: it has learned
-    assert abs(found / wanted - 1) < 0.01
-    assert max(map(digits.loss, low)) < 1.01 * max(map(digits.loss, full))
+def test_low_precision_is_as_good_and_the_naive_way_is_not() -> None:
+    task = Quadratic()
+    full, full_bytes = decentralised(task, "none")
+    low, low_bytes = decentralised(task, "minmax8")
+
+    def distance(a: np.ndarray, b: np.ndarray) -> float:
+        return float(np.linalg.norm(a - b) / np.linalg.norm(task.best))
+
+    assert distance(full.mean(axis=0), task.best) < 0.1  # of 1 at the start: it has learned
+    assert max(map(distance, low, full)) < 1e-3
     assert low_bytes <= 0.27 * full_bytes
-    assert digits.loss(naive(digits, "minmax8").mean(axis=0)) > 1.15 * wanted
-
-
-@pytest.mark.packages
-@pytest.mark.parametrize("layout", ["leader", "sharded"])
-def test_two_levels_match_full_precision(digits: Digits, layout: str) -> None:
-    """Gradients averaged over two nodes of four ranks, in 8 bits between them."""
-    exact = np.zeros(digits.parameters, np.float32)
-    for _ in range(STEPS):
-        exact -= LR * np.mean([digits.gradient(exact, rank) for rank in range(RANKS)], axis=0, dtype=np.float32)
-
-    def run(comm: qccl.Communicator) -> np.ndarray:
-        model = np.zeros(digits.parameters, np.float32)
-        for _ in range(STEPS):
-            gradient = digits.gradient(model, comm.rank)
-            comm.hierarchical_allreduce(gradient, op="avg", layout=layout, node_ids=[0, 0, 0, 0, 1, 1, 1, 1])
-            model -= LR * gradient
-        return model
-
-    models = qccl.run_ranks(RANKS, run)
-    assert all(model.tobytes() == models[0].tobytes() for model in models)
-    assert abs(digits.loss(models[0]) / digits.loss(exact) - 1) < 0.01
-
-
-# -- without data ------------------------------------------------------------------------------------------------------
+    assert distance(naive(task, "minmax8").mean(axis=0), full.mean(axis=0)) > 2e-2
 
 
 def test_a_step_is_what_the_formulas_say() -> None:
@@ -131,18 +89,9 @@ def test_a_step_is_what_the_formulas_say() -> None:
 
 
 @on_ranks(3)
-def test_goes_on_from_a_state(comm: qccl.Communicator) -> None:
-    def gradient(step: int) -> np.ndarray:
-        return np.random.default_rng([comm.rank, step]).standard_normal((5, 7)).astype(np.float32)
-
-    sgd = qccl.LowPrecisionDecentralized(comm, np.ones((5, 7), np.float32))
-    for step in range(3):
-        sgd.step(gradient(step), 0.1)
-    state = sgd.state_dict()
-    sgd.step(gradient(3), 0.1)
-    other = qccl.LowPrecisionDecentralized(comm, np.full((5, 7), 9, np.float32))
-    other.load_state_dict(state)
-    assert other.steps == 3 and other.step(gradient(3), 0.1).tobytes() == sgd.model.tobytes()
+def test_states_that_do_not_fit(comm: qccl.Communicator) -> None:
+    other = qccl.LowPrecisionDecentralized(comm, np.ones((5, 7), np.float32))
+    state = other.state_dict()
     with pytest.raises(qccl.ArgumentError, match=r"replicas of ranks \[7\]"):
         other.load_state_dict(state | {"replicas": {7: state["model"]}})
     for array in (state["model"][:, :1], state["model"].astype(np.complex64), [1.0]):
@@ -151,7 +100,7 @@ def test_goes_on_from_a_state(comm: qccl.Communicator) -> None:
     for wrong in ({"replicas": [7]}, {"steps": -1}, {"steps": None}):
         with pytest.raises(qccl.ArgumentError, match="the state"):
             other.load_state_dict(state | {"model": state["model"] + 1} | wrong)
-    assert other.model.tobytes() == sgd.model.tobytes()
+    assert (other.model == 1).all() and other.steps == 0
 
 
 def test_weights_within_the_tolerance_and_a_rate_of_numpys() -> None:

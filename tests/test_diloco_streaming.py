@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from thread_ranks import on_ranks
@@ -106,20 +107,6 @@ def test_fragments_take_their_outer_steps_as_the_papers_say(
             np.testing.assert_allclose(shared[i], common[i], atol=5e-6)
 
 
-@on_ranks(2)
-def test_one_fragment_without_delay_is_an_outer_step_every_period(comm: qccl.Communicator) -> None:
-    params, others = begin(), begin()
-    plain = qccl.DiLoCo(comm, others, codec="minmax4+ef", key="b")
-    streaming = qccl.DiLoCo(comm, params, codec="minmax4+ef", period=3, key="a")
-    for step in range(1, 10):
-        train(params, comm.rank, step)
-        train(others, comm.rank, step)
-        streaming.after_local_step()
-        if step % 3 == 0:
-            plain.step()
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(params, others, strict=True))
-
-
 @pytest.mark.parametrize(
     "codec", ["trellis2+ef", "topk:k=0.1,block=64/k=0.3,block=64+ef", "onebit+ef", "minmax2:rounding=stochastic+ef"]
 )
@@ -127,7 +114,7 @@ def test_all_ranks_hold_the_same_common_bits(codec: str) -> None:
     """At every step, with two element types; after step() also the same parameters."""
 
     def run(comm: qccl.Communicator) -> list[bytes]:
-        params = begin(1, (np.float32, np.float16))
+        params = begin(1, (np.float32, ml_dtypes.bfloat16))
         outer = qccl.DiLoCo(comm, params, codec=codec, fragments=[0, 0, 1, 1], period=4, delay=3)
         seen = []
         for step in range(1, 13):
@@ -171,22 +158,6 @@ def test_a_local_step_runs_while_an_outer_step_is_under_way(comm: qccl.Communica
         assert during >= {"compute", "recv"}, during
     outer.after_local_step()
     assert outer.common[0].any() and outer.steps == 1
-
-
-@on_ranks(2)
-def test_a_rank_that_is_late_holds_nobody_up_during_the_delay(
-    comm: qccl.Communicator, went_on: threading.Event
-) -> None:
-    params = begin()
-    outer = qccl.DiLoCo(comm, params, codec="minmax4+ef", period=4, delay=2)
-    for step in range(1, 7):
-        if comm.rank == 1 and step == 4:  # its part begins when the others have taken two further steps
-            assert went_on.wait(60)
-        train(params, comm.rank, step)
-        if comm.rank == 0 and step == 6:
-            went_on.set()
-        outer.after_local_step()
-    assert outer.steps == 1
 
 
 @pytest.mark.parametrize("period", [None, 4])

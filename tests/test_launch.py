@@ -1,15 +1,10 @@
-"""How ranks find each other, and that no rank is alone by mistake: launchers, MPI under another mpiexec.
-
-The commands of the documentation start the README's program.
-"""
+"""How ranks find each other, and that no rank is alone by mistake: launchers, MPI under another mpiexec."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -226,75 +221,6 @@ def test_a_batch_script_is_not_a_rank(environ):
     environ |= SBATCH_4 | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     with pytest.raises(qccl.ArgumentError, match="sbatch asked for 4 ranks"):
         qccl.init("host")
-
-
-# -- the documentation's commands --------------------------------------------------------------------------------------
-
-PAGES = [(ROOT / page).read_text() for page in ("README.md", "docs/howto/starting.md")]
-(PROGRAM,) = re.findall(r"^```python\n(# sum\.py: .*?)^```", PAGES[0], re.DOTALL | re.MULTILINE)
-LINES = re.findall(
-    r"^(\S.*\bsum\.py)\b", "\n".join(re.findall(r"^```bash\n(.*?)^```", "".join(PAGES), re.S | re.M)), re.M
-)
-#: commands that start the program, by name; those of one name run at the same time; torchrun's test is in tests/torch
-COMMANDS = {
-    "qccl-bench": ["qccl-bench run --ranks 4 -- python sum.py"],
-    "mpiexec": ["mpiexec -n 4 python sum.py"],
-    "torchrun": ["torchrun --nproc-per-node 4 sum.py"],
-    "srun": ["srun -n 4 python sum.py"],
-    "shells": [f"RANK={r} WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python sum.py" for r in range(2)],
-}
-#: two need two machines, and two root: tests/bench/test_run.py has such commands
-UNTESTED = [line for line in LINES if "--nnodes 2" in line or "--link" in line]
-
-
-def test_all_commands_of_the_documentation_are_tested():
-    assert set(LINES) == {command for each in COMMANDS.values() for command in each} | set(UNTESTED)
-    assert len(UNTESTED) == 4 and LINES.count(COMMANDS["mpiexec"][0]) == 2  # on both pages
-
-
-def on_this_machine(name: str, port: int) -> list[str]:
-    """The commands, at a port that is free; Slurm's environment takes the place of srun."""
-    if name == "srun":
-        step = "SLURM_JOB_ID=7 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NODELIST=localhost SLURM_PROCID={0} SLURM_LOCALID={0}"
-        return [f"{step.format(rank)} QCCL_PORT={port} QCCL_TRANSPORT=ucx python sum.py" for rank in range(4)]
-    commands = [
-        command.replace("MASTER_PORT=29500", f"QCCL_PORT={port} MASTER_PORT=29500") for command in COMMANDS[name]
-    ]
-    return [command.replace("torchrun", f"torchrun --master-port {port}") for command in commands]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("name", [pytest.param("mpiexec", marks=[pytest.mark.mpi, needs("mpi4py")]), "srun", "shells"])
-def test_the_program_of_the_readme_runs_unchanged(name, port, tmp_path):
-    (tmp_path / "sum.py").write_text(PROGRAM)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    root = {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    }
-    processes = [
-        subprocess.Popen(
-            ["env", *shlex.split(command)],
-            cwd=tmp_path,
-            env=CLEAN | root | {"PATH": path, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for command in on_this_machine(name, port)
-    ]
-    try:
-        out = "".join(process.communicate(timeout=150)[0] for process in processes)
-    finally:
-        for process in processes:
-            process.terminate()  # torchrun and mpiexec end their ranks
-            process.wait(30)
-    assert all(process.returncode == 0 for process in processes), out
-    # the arrays, not the ranks before the lines of qccl-bench; torchrun lets ranks write parts of lines, which may mix
-    found = re.findall(r"\[[- \d]*\.[-. \d]*\]", out)
-    assert len(found) == (2 if name == "shells" else 4), out
-    assert len(set(found)) == 1, out  # bit-identical on every rank
 
 
 AUTO = """

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -211,31 +210,9 @@ def test_the_benchmark_uses_no_private_name() -> None:
     assert not faults, "\n".join(faults)
 
 
-def test_the_documented_transport_imports_only_what_transports_may() -> None:
-    page = (PACKAGE.parent / "docs" / "adding-a-transport.md").read_text(encoding="utf-8")
-    used = set(imports(ast.parse(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[0])))
-    assert {part_named(name) for name in used if name.startswith("qccl")} <= MAY_IMPORT["transports"] | {"transports"}
-    assert {name.split(".")[0] for name in used} - {"qccl"} <= sys.stdlib_module_names
-
-
 def test_nothing_imports_itself_through_others() -> None:
     TopologicalSorter(MAY_IMPORT).prepare()  # raises CycleError with the cycle
     TopologicalSorter({f: {file_of(name) for name in imported_by(f)} - {None, f} for f in SOURCES}).prepare()
-
-
-def test_the_table_of_the_documentation_has_every_part_above_those_that_it_uses() -> None:
-    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rows = re.search(r"\| part \| .*?\n((?:\|.*\n)+)", page)
-    assert rows
-    parts = [
-        name.removesuffix(".py").removesuffix("/")
-        for row in rows[1].splitlines()[1:]
-        for name in re.findall(r"`([\w./]+)`", row.split("|")[1])
-    ]
-    assert sorted(parts) == sorted(MAY_IMPORT.keys() - {"qccl"})
-    for i, part in enumerate(parts):
-        above = MAY_IMPORT[part] & set(parts[:i])
-        assert not above, f"{part} may use {sorted(above)}, which docs/architecture.md has above it"
 
 
 def loaded(module: str) -> set[str]:
@@ -254,6 +231,7 @@ def test_import_loads_nothing_large(module: str) -> None:
     """Only the standard library, and no engine or transport."""
     found = loaded(module)
     assert {name.split(".")[0] for name in found} - sys.stdlib_module_names <= {"qccl"}
+    assert module != "qccl" or "ctypes" not in found
     assert not {name for name in found if name.startswith(("qccl.host", "qccl.cuda", "qccl.transports", "qccl._host"))}
 
 
@@ -261,14 +239,3 @@ def test_import_loads_nothing_large(module: str) -> None:
 def test_calls_need_numpy_alone() -> None:
     """As where scripts/gpu-check runs: other packages are imported where they are used."""
     assert {name.split(".")[0] for name in loaded("qccl.communicator")} - sys.stdlib_module_names <= {"numpy", "qccl"}
-
-
-def test_frameworks_are_imported_in_their_folders_alone() -> None:
-    """scripts/test needs neither PyTorch nor JAX; the programs in fuzz, gpu and tools are no tests of it."""
-    tests, apart = Path(__file__).parent, {"torch", "jax", "fuzz", "gpu", "tools"}
-    imported = re.compile(
-        r"^\s*(?:import|from) (?:qccl\.)?(?:torch|jax)\b|importorskip\(.(?:torch|jax)\b", re.MULTILINE
-    )
-    paths = [path for path in tests.rglob("*.py") if path.relative_to(tests).parts[0] not in apart]
-    assert len(paths) > 200
-    assert not [path for path in paths if imported.search(path.read_text(encoding="utf-8"))]

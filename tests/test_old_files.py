@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -25,8 +26,8 @@ def test_every_file_is_loaded_here() -> None:
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_a_training_goes_on_with_the_same_bits(name: str) -> None:
-    check_goes_on(TRAININGS[name], name)
+def test_a_training_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    check_goes_on(TRAININGS[name], name, tmp_path)
 
 
 def test_momenta_of_demo_can_still_be_read() -> None:

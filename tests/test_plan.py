@@ -168,25 +168,6 @@ def test_a_key_on_a_rank_without_state(comm):
     comm.reset("k")
 
 
-@pytest.mark.parametrize("codec", ["minmax2+ef", "dithering:k=4"])
-def test_a_plan_called_gives_the_bytes_of_one_started(codec):
-    def run(comm, called):
-        x, y = np.linspace(-1, 1, COUNT, dtype=np.float32) + comm.rank, np.empty(COUNT, np.float32)
-        plan = comm.plan("allreduce", COUNT, codec=codec, key="x" if "ef" in codec else None).bind(x, y)
-        found = []
-        for i in range(6):
-            if i == 4:
-                comm.load_state_dict(comm.state_dict() | {"calls": 1000})
-            if called:
-                plan.run()
-            else:
-                plan.start().wait()
-            found.append(y.tobytes())
-        return found
-
-    assert qccl.run_ranks(2, lambda comm: run(comm, True)) == qccl.run_ranks(2, lambda comm: run(comm, False))
-
-
 def test_a_plan_that_runs_again_keeps_no_memory():
     """Not the smallest object per run, of 16 bytes; what Python keeps now and then is less than 2000 in all."""
     runs = 500

@@ -12,7 +12,6 @@ from qccl.codecs import MinMax
 from qccl.collectives.allreduce import ALLREDUCE
 from qccl.dtypes import BFLOAT16, FLOAT32
 from qccl.errors import ArgumentError
-from qccl.intervals import IntervalMap
 from qccl.schedule import (
     Buffer,
     Decode,
@@ -114,39 +113,6 @@ def test_nodes() -> None:
         6,
         12,
     )
-
-
-class Letter:
-    """A cell of a map that holds one letter of a text."""
-
-    def __init__(self, start: int, stop: int, letter: str) -> None:
-        self.start, self.stop, self.letter = start, stop, letter
-
-    def split(self, at: int) -> Letter:
-        rest = Letter(at, self.stop, self.letter)
-        self.stop = at
-        return rest
-
-
-def test_interval_map_is_a_text() -> None:
-    """Random writes into a map, and into a list of characters."""
-    draw = random.Random(3)
-    for _ in range(100):
-        cells: IntervalMap[Letter] = IntervalMap()
-        text = [" "] * 30
-        for letter in "abcdefghijklmnop":
-            start = draw.randrange(29)
-            stop = draw.randrange(start + 1, 31)
-            old = cells.put(Letter(start, stop, letter))
-            assert "".join(c.letter * (c.stop - c.start) for c in old) == "".join(text[start:stop]).replace(" ", "")
-            text[start:stop] = letter * (stop - start)
-            start = draw.randrange(30)
-            for cell in cells.covered(start, 30):
-                assert start <= cell.start < cell.stop <= 30
-        found = [" "] * 30
-        for cell in cells:
-            found[cell.start : cell.stop] = cell.letter * (cell.stop - cell.start)
-        assert found == text
 
 
 def test_an_engine_refuses_the_schedule_of_another_rank():

@@ -8,8 +8,6 @@ from thread_ranks import on_ranks
 
 import qccl
 
-DRAWING = ["minmax2:rounding=stochastic,seed=5", "dithering:k=3", "randomk:k=0.1,scale=true", "randomk:k=0.2+ef"]
-
 
 def steps(comm: qccl.Communicator, codec: str, first: int, stop: int) -> list[bytes]:
     found = []
@@ -17,26 +15,6 @@ def steps(comm: qccl.Communicator, codec: str, first: int, stop: int) -> list[by
         x = np.random.default_rng([comm.rank, step]).standard_normal(3000).astype(np.float32)
         found.append(comm.quantized_allreduce(x, codec=codec, key="x", algorithm="two_round").tobytes())
     return found
-
-
-@pytest.mark.parametrize("codec", DRAWING)
-def test_training_goes_on_as_if_it_had_not_stopped(codec: str) -> None:
-    def first(comm: qccl.Communicator) -> tuple:
-        steps(comm, codec, 0, 3)
-        return comm.state_dict(), steps(comm, codec, 3, 6)
-
-    before = qccl.run_ranks(3, first)
-
-    def second(comm: qccl.Communicator, loads: bool = True) -> list[bytes]:
-        if loads:
-            comm.load_state_dict(before[comm.rank][0])
-            assert comm.calls == 3
-        return steps(comm, codec, 3, 6)
-
-    for (_, wanted), found in zip(before, qccl.run_ranks(3, second), strict=True):
-        assert found == wanted
-    others = qccl.run_ranks(3, lambda comm: second(comm, loads=False))
-    assert others[0][0] != before[0][1][0]
 
 
 @on_ranks(2)

@@ -60,21 +60,6 @@ def test_bytes_are_those_at_the_transport(n, codec):
         assert stats.total.calls == 8 and stats.total.sent_nbytes == sum(rows)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_raw_bytes_are_those_of_codec_none(dtype):
-    """Two rounds of two ranks: each sends the other half of the elements, then its own."""
-
-    def run(comm):
-        for codec in ("minmax8", "none"):
-            comm.quantized_allreduce(np.ones(2048, dtype), codec=codec, algorithm="two_round")
-        return comm.stats()
-
-    for stats in qccl.run_ranks(2, run):
-        coded, plain = stats.calls
-        assert coded.raw_nbytes == plain.raw_nbytes == plain.sent_nbytes == 2048 * np.dtype(dtype).itemsize
-        assert plain.ratio == 1.0 and coded.sent_nbytes < plain.sent_nbytes
-
-
 NAMES = ["allreduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "hierarchical_allreduce"]
 
 
@@ -82,9 +67,9 @@ NAMES = ["allreduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast",
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_traffic_of_schedules(name, size):
     own = {"node_ids": [rank // 2 for rank in range(size)]} if name == "hierarchical_allreduce" else {}
-    for codec in ("none", "minmax4", "onebit", "topk:k=4"):
+    for codec, dtype in (("none", "float32"), ("none", "float16"), ("minmax4", "float32"), ("topk:k=4", "float16")):
         for count in (0, size, 840 * 1000):
-            spec = spec_of_plan(name, count, "float32", codec, None, own)
+            spec = spec_of_plan(name, count, dtype, codec, None, own)
             for rank in range(size):
                 schedule = spec.schedule(rank, size, in_place=False)
                 found = traffic(schedule)
@@ -135,16 +120,6 @@ def test_a_call_that_fails_is_not_counted():
         return comm.stats()
 
     assert [only(stats).calls for stats in qccl.run_ranks(2, run)] == [1, 1]
-
-
-def test_hard_inputs_are_counted_alike():
-    def run(comm):
-        for value in (np.nan, np.inf, 1e-45, 0.0):
-            comm.quantized_allreduce(np.full(257, value, np.float32), codec="minmax8")
-        return only(comm.stats())
-
-    for found in qccl.run_ranks(3, run):
-        assert (found.calls, found.elements) == (4, 4 * 257)
 
 
 # -- resets, groups, forms -------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Timelines as files: what Perfetto draws of them, the ranks in one file, and the documented ways to make one."""
+"""Timelines as files: how Perfetto draws them, and the ranks in one file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import pytest
 import qccl
 from qccl import trace
 from qccl.trace import TraceEvent, write_trace
-
-DOCS = Path(__file__).parent.parent / "docs"
 
 
 def written(path: Path) -> list[dict]:
@@ -147,21 +145,3 @@ def test_clocks_of_other_machines_are_compared(tmp_path: Path, monkeypatch: pyte
     remark = json.loads(path.read_text())["otherData"]["clocks"]
     error = float(re.fullmatch(r"the clocks of ranks \[1\] were .* to (\d+) us", remark)[1])
     assert set(starts) == {0, 1} and abs(starts[0] - starts[1]) <= error + 1
-
-
-@pytest.mark.parametrize("page", ["architecture/schedules.md", "guide/calls.md"])
-def test_the_documented_way_writes_one_file_of_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str
-) -> None:
-    text = (DOCS / page).read_text(encoding="utf-8")
-    found = re.search(r"^( *)from qccl\.trace import write_trace\n(?:.*\n)*?\1write_trace\(.*\n", text, re.M)
-    assert found
-    snippet = re.sub(rf"^{found[1]}", "", found[0], flags=re.M)
-    monkeypatch.chdir(tmp_path)
-
-    def run(comm: qccl.Communicator) -> None:
-        exec(snippet, {"comm": comm} | dict.fromkeys("xy", np.ones(5000, np.float32)))
-
-    qccl.run_ranks(3, run)
-    (path,) = tmp_path.iterdir()
-    assert {r["pid"] for r in check_drawing(written(path))} == {0, 1, 2}

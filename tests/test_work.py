@@ -189,17 +189,6 @@ def test_a_result_that_is_refused(comm):
 
 
 @on_ranks(2)
-def test_programs_are_used_again_though_nobody_waits(comm):
-    x = np.ones(1000, np.float32)
-    for _ in range(20):
-        called = Called()
-        comm.quantized_allreduce(x, async_op=True).add_done_callback(called)
-        called.wait()
-    (compiled,) = comm._session.programs
-    assert (len(compiled.programs), compiled.is_busy) == (1, False)
-
-
-@on_ranks(2)
 def test_a_thread_that_waits_and_callbacks_end_each_call_once(comm):
     x, called, limit = np.ones(1000, np.float32), [], patience.Limit(30)
     for i in range(300):

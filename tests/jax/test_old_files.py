@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 from old_jax_training import training
 from old_trainings import FOLDER, SIZE, check_goes_on, sum_of_steps
@@ -9,8 +11,8 @@ from old_trainings import FOLDER, SIZE, check_goes_on, sum_of_steps
 import qccl
 
 
-def test_a_training_goes_on_with_the_same_bits() -> None:
-    check_goes_on(training, "jax")
+def test_a_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    check_goes_on(training, "jax", tmp_path)
 
 
 def test_a_state_may_be_loaded_before_its_transformation_is_made() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import processes
 import pytest
 from cases import NUMPY, hard_data
-from processes import FRAMEWORK, OVER_MPI, RANK, SIZE
+from processes import FRAMEWORK, RANK, SIZE, TRANSPORT
 
 import qccl
 from qccl import codecs
@@ -39,9 +39,11 @@ def digests(comm: qccl.Communicator) -> list[str]:
 def results(comm: qccl.Communicator, x: np.ndarray, codec: str, number: int) -> list[Any]:
     """Results of a call of each collective, some of them under way together."""
     n, rank, count = comm.size, comm.rank, x.size
+    peers = [peer for peer in range(n) if peer != rank]
     counts = [count // n + (r < count % n) for r in range(n)]
     options = {"codec": codec, "async_op": True}
-    outs = [np.empty(size, x.dtype) for size in (count, counts[rank], counts[0] * n, counts[0] * n, count, count)]
+    sizes = (count, counts[rank], counts[0] * n, counts[0] * n, count, count, count, count // 3, count - count // 3)
+    outs = [np.zeros(size, x.dtype) for size in (*sizes, *len(peers) * [count])]
     part = x[: counts[0]]
     square = np.resize(x, counts[0] * n)
     works = [
@@ -51,6 +53,9 @@ def results(comm: qccl.Communicator, x: np.ndarray, codec: str, number: int) -> 
         comm.quantized_all_to_all(square, outs[3], **options),
         comm.quantized_broadcast(x, outs[4], root=number % n, **options),
         comm.hierarchical_allreduce(x, outs[5], node_ids=[r // 2 for r in range(n)], **options),
+        comm.quantized_reduce(x, outs[6], root=(number + 1) % n, **options),
+        comm.quantized_allreduce_coalesced([x[: count // 3], x[count // 3 :]], outs[7:9], **options),
+        comm.peer_exchange(x, send_to=peers, replicas=dict(zip(peers, outs[9:], strict=True)), **options),
     ]
     for work in works if rank % 2 else reversed(works):
         work.wait()
@@ -61,9 +66,14 @@ def results(comm: qccl.Communicator, x: np.ndarray, codec: str, number: int) -> 
 def test_the_bits_of_threads(maker):
     with MAKERS[maker]() as comm:
         assert (comm.rank, comm.size) == (RANK, SIZE)
-        assert comm.transport.name == ("loopback" if SIZE == 1 else "mpi" if OVER_MPI else "ucx")
-        found = processes.allgather(digests(comm))
+        assert comm.transport.name == ("loopback" if SIZE == 1 else TRANSPORT)
+        found, nodes = processes.allgather(digests(comm)), comm.nodes
+
+    def on_threads(other: qccl.Communicator) -> list[str]:
+        other.nodes = nodes  # which decide whether there are two levels
+        return digests(other)
+
     if RANK == 0:  # one process computes for all
-        for rank, (mine, wanted) in enumerate(zip(found, qccl.run_ranks(SIZE, digests), strict=True)):
+        for rank, (mine, wanted) in enumerate(zip(found, qccl.run_ranks(SIZE, on_threads), strict=True)):
             assert dict(zip(SPECS, mine, strict=True)) == dict(zip(SPECS, wanted, strict=True)), f"rank {rank}"
     processes.barrier()

@@ -6,9 +6,9 @@ import signal
 import time
 
 import numpy as np
+import patience
 import processes
 import pytest
-from cases import NUMPY
 from processes import RANK, SIZE
 from threads import Caller, near_sum, outcomes, ramp
 
@@ -34,34 +34,6 @@ def test_the_same_bytes_as_on_loopback(caller, count):
     y = caller.allreduce(ramp(RANK, count))
     assert near_sum(y, SIZE)
     assert y.tobytes() == outcomes(SIZE, on_loopback)[RANK].tobytes()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize(
-    "codec", ["minmax8", "minmax3:bucket=64,rounding=stochastic,seed=3", "minmax5:bucket=shard", "none"]
-)
-@pytest.mark.parametrize("algorithm", ["two_round", "one_shot"])
-def test_the_same_bytes_through_the_communicator(dtype, codec, algorithm):
-    def reduce(comm):
-        y = None
-        for count in (1, 65, 40_003):
-            x = np.random.default_rng(comm.rank).standard_normal(count).astype(NUMPY[dtype])
-            y = comm.quantized_allreduce(x, codec=codec, algorithm=algorithm, chunk=4096)
-        return y.tobytes()
-
-    with qccl.init(backend="host", timeout=20) as comm:
-        assert (comm.rank, comm.size) == (RANK, SIZE)
-        mine = reduce(comm)
-    assert mine == qccl.run_ranks(SIZE, reduce)[RANK]
-
-
-def test_runs_end_whichever_the_ranks_wait_for(caller):
-    xs = [ramp(RANK, 2000 + i) for i in range(20)]
-    ys = [np.empty_like(x) for x in xs]
-    runs = [caller.start(caller.program(len(x)), x, y) for x, y in zip(xs, ys, strict=True)]
-    for execution in runs if RANK % 2 else reversed(runs):
-        execution.run()
-    assert all(near_sum(y, SIZE) for y in ys)
 
 
 @pytest.mark.parametrize("counts", [(100, 105), (100, 3_000_000), (1 << 20, (1 << 20) + 70_000), (0, 1)])
@@ -97,10 +69,7 @@ def test_calls_end_while_nobody_calls_qccl():
         assert comm.transport.is_threaded
         arrays = [np.ones(n, np.float32) for n in (300_000, 10, 5000)]
         works = [comm.quantized_allreduce(x, async_op=True) for x in arrays]
-        deadline = time.monotonic() + 10
-        while any(x[0] != SIZE or x[-1] != SIZE for x in arrays):
-            time.sleep(0.002)
-            assert time.monotonic() < deadline
+        patience.wait_until(lambda: all(x[0] == x[-1] == SIZE for x in arrays), seconds=10)
         time.sleep(0.01)
         for work in reversed(works) if RANK else works:
             assert work.is_completed() or work.wait() is not None

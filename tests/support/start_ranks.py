@@ -77,7 +77,7 @@ def start_plain(n: int, *arguments: str, limit: float, imported: str = "", **env
 
 def _run(command: list[str], n: int, arguments: tuple[str, ...], limit: float, environment: dict[str, str]) -> Ended:
     tests = ROOT / "tests"
-    places = (ROOT, tests / "support", tests / "ranks", tests / "collectives")  # tests/ranks runs tests of the last
+    places = (ROOT, tests / "support", tests / "ranks")
     path = os.pathsep.join([*map(str, places), os.environ.get("PYTHONPATH", "")])
     begin = time.monotonic()
     process = subprocess.Popen(

@@ -58,20 +58,25 @@ def sum_of_steps(training: Training) -> np.ndarray:
     return sum(steps[1:], steps[0])
 
 
-def check_goes_on(make: Callable[[qccl.Communicator], Training], name: str) -> None:
-    """A new training that loads the files goes on with the same bits; without the files it does not."""
+def check_goes_on(make: Callable[[qccl.Communicator], Training], name: str, folder: Path) -> None:
+    """A new training that loads the files goes on with the same bits; without the files it does not.
+
+    So does a training that loads the files that the first one saves in ``folder``.
+    """
     with np.load(FOLDER / f"{name}.sums.npz") as sums:
         wanted = [sums[f"arr_{rank}"] for rank in range(SIZE)]
 
-    def run(comm: qccl.Communicator, loads: bool) -> np.ndarray:
+    def run(comm: qccl.Communicator, source: Path | None) -> np.ndarray:
         training = make(comm)
-        if loads:
-            training.load(str(FOLDER / name))
+        if source is not None:
+            training.load(str(source / name))
+            training.save(str(folder / name))
         return sum_of_steps(training)
 
-    found = qccl.run_ranks(SIZE, lambda comm: run(comm, True))
-    assert [each.tobytes() for each in found] == [each.tobytes() for each in wanted]
-    others = qccl.run_ranks(SIZE, lambda comm: run(comm, False))
+    for source in (FOLDER, folder):
+        found = qccl.run_ranks(SIZE, lambda comm, source=source: run(comm, source))
+        assert [each.tobytes() for each in found] == [each.tobytes() for each in wanted], source
+    others = qccl.run_ranks(SIZE, lambda comm: run(comm, None))
     assert all(np.linalg.norm(a - b) > 0.2 * np.linalg.norm(b) for a, b in zip(others, wanted, strict=True))
 
 

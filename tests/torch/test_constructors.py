@@ -24,10 +24,6 @@ def lacking(call: ast.Call) -> set[str]:
 
 
 def test_constructors_have_a_type_and_a_device() -> None:
-    assert [*map(lacking, constructors("torch.zeros(3, dtype=torch.int8); x = torch.full((2,), 1.0)"))] == [
-        {"device"},
-        {"dtype", "device"},
-    ]
     found = {
         f"{path.relative_to(PACKAGE)}:{call.lineno}: {ast.unparse(call)}": lacking(call)
         for path in PACKAGE.rglob("*.py")

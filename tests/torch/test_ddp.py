@@ -108,14 +108,18 @@ def test_refuses() -> None:
 
 
 #: of the run that dies() stops
-CODEC = "minmax4:rounding=stochastic+ef"
+HOW = {
+    "codec": "minmax4:rounding=stochastic+ef",
+    "codecs": {"inner.1.*": "topk:k=0.1+ef+nesterov:mu=0.9", "inner.2.*": "randomk:k=0.3+ef"},
+    **GROUPS,
+}
 
 
 @in_group
 def dies(tmp_path: Path) -> None:
     """The last rank ends in the middle of a backward pass; backward() raises on the others."""
     model = wrapped()
-    handle = qccl.torch.compress(model, CODEC, **GROUPS)
+    handle = qccl.torch.compress(model, **HOW)
     optimizer = torch.optim.SGD(model.parameters(), 0.02)
     *before, x = batches(4)
     for each in before:
@@ -135,20 +139,28 @@ def dies(tmp_path: Path) -> None:
 
 @in_group
 def goes_on(tmp_path: Path) -> None:
-    """From the checkpoint of dies(), other processes end in the bits of a run that nobody stopped."""
-    ends = []
+    """From the checkpoint of dies(), other processes end in the bits of a run that nobody stopped.
+
+    After the stop DDP begins with its first buckets again, which have other parameters than the later ones.
+    """
+    ends, buckets = [], []
     for saved in (None, torch.load(checkpoint(tmp_path))):
         model = wrapped()
-        with qccl.torch.compress(model, CODEC, **GROUPS) as handle:
+        with qccl.torch.compress(model, **HOW) as handle:
             if saved is not None:
                 model.module.load_state_dict(saved["model"])
                 handle.load_state_dict(saved["qccl"])
                 assert handle.step == 3
+            reduce = handle._reduce
+            handle._reduce = lambda bucket: buckets.append(len(bucket.parameters())) or reduce(bucket)  # noqa: B023
             optimizer = torch.optim.SGD(model.parameters(), 0.02)
             for x in batches(7)[handle.step :]:
+                buckets.append("step")
                 step(model, optimizer, x)
         ends.append(bits(model))
     assert ends[0] == ends[1]
+    first, *_, last = " ".join(map(str, buckets)).split("step")[1:]
+    assert first != last
 
 
 def checkpoint(folder: Path) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from profiles import profile
-from sharded_models import SETS, STATEFUL, Branch, Experts, Sums, batch, bits, gradients, loss_of, net, raises, train
+from sharded_models import SETS, Branch, Experts, Sums, batch, bits, gradients, loss_of, net, raises, train
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import Linear
@@ -127,47 +126,6 @@ def test_identical() -> None:
             assert bits(model) == before
 
 
-@on_ranks(2, 4)
-def test_resumes(tmp_path: Path) -> None:
-    """A run that is saved, and goes on in another communicator, ends with the same bits."""
-    mesh, path = line(), tmp_path / f"{dist.get_rank()}.pt"
-
-    def made(comm: qccl.Communicator):
-        model, reduce_scatter = net(mesh), ReduceScatter(STATEFUL, comm)
-        reduce_scatter.install(model)
-        reduce_scatter.lr = 0.5
-        AllGather("minmax6:rounding=stochastic", comm).install(model)
-        return model, reduce_scatter
-
-    with connect(mesh) as comm:
-        model, reduce_scatter = made(comm)
-        assert not reduce_scatter.state_dict()["keys"]
-        train(model, range(3))
-        comm.quantized_allreduce(np.ones(100, np.float32), codec="onebit+ef", key="mine")
-        weights = [p.to_local().clone() for p in model.parameters()]
-        torch.save({"weights": weights, "gradients": reduce_scatter.state_dict()}, path)
-        train(model, range(3, 6))
-        wanted = bits(model)
-    with connect(mesh) as comm:
-        model, reduce_scatter = made(comm)
-        comm.quantized_allreduce(np.ones(100, np.float32), codec="onebit+ef", key="mine")
-        saved = torch.load(path)  # with weights_only=True
-        assert set(saved["gradients"]["keys"]) == {"fsdp/0", "fsdp/2", "fsdp/4"}
-        assert all(entry["lr"] for entry in saved["gradients"]["keys"].values())
-        with torch.no_grad():
-            for p, each in zip(model.parameters(), saved["weights"], strict=True):
-                p.to_local().copy_(each)
-        reduce_scatter.load_state_dict(saved["gradients"])
-        assert "mine" in comm.state_dict()["keys"]
-        train(model, range(3, 6))
-        assert bits(model) == wanted
-        lost = {"calls": saved["gradients"]["calls"], "keys": {}}  # what torch.distributed.checkpoint would restore
-        raises("no momentum; torch.distributed.checkpoint loads only", reduce_scatter.load_state_dict, lost)
-        assert len(comm.state_dict()["keys"]) > 1
-        reduce_scatter.load_state_dict({"calls": 0, "keys": {}})
-        assert set(comm.state_dict()["keys"]) == {"mine"}
-
-
 @on_ranks(2)
 def test_chooses() -> None:
     """With "auto" each module has the faster one of none and the codec, by the profile or by measured calls."""
@@ -262,6 +220,8 @@ def test_refuses() -> None:
         for each in wrong:
             raises("state_dict() returned", reduce_scatter.load_state_dict, each)
         raises("state_dict() returns", reduce_scatter.load_state_dict, state | {"keys": {"a": 3}})
+        lost = {"calls": state["calls"], "keys": {}}  # what torch.distributed.checkpoint would restore
+        raises("no residual; torch.distributed.checkpoint loads only", reduce_scatter.load_state_dict, lost)
         raises(
             "has the key 'a'; this ReduceScatter has 'b'",
             ReduceScatter("minmax8+ef", comm, key="b").load_state_dict,
@@ -273,6 +233,9 @@ def test_refuses() -> None:
         assert reduce_scatter.state_dict()["keys"]["a"]["values"]["residual"].equal(
             state["keys"]["a"]["values"]["residual"]
         )
+        comm.quantized_allreduce(np.ones(100, np.float32), codec="onebit+ef", key="mine")
+        reduce_scatter.load_state_dict({"calls": 0, "keys": {}})
+        assert set(comm.state_dict()["keys"]) == {"mine"}
         sub.close()
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from rank_calls import error_of
-from sharded_models import SETS, STATEFUL, Experts, Sums, backward, bits, gradients, net, raises, train
+from sharded_models import SETS, Experts, Sums, backward, bits, gradients, net, raises, train
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
@@ -116,36 +116,6 @@ def test_accumulates() -> None:
             backward(model, 1)
             backward(model, 2)  # onto gradients that are there
         assert gradients(plain).equal(gradients(ours)) and comm.calls == 6
-
-
-@on_ranks(4)
-def test_resumes(tmp_path: Path) -> None:
-    """A run that is saved, and goes on in another communicator, ends with the same bits."""
-    mesh, path = mesh_of(), tmp_path / f"{dist.get_rank()}.pt"
-
-    def made(comm: qccl.Communicator):
-        model, reduction = net(mesh["shard"]), AllReduce(STATEFUL, comm, min_elements=0)
-        reduction.install(model)
-        reduction.lr = 0.5
-        return model, reduction
-
-    with connect(mesh) as comm:
-        model, reduction = made(comm)
-        train(model, range(3))
-        weights = [p.to_local().clone() for p in model.parameters()]
-        torch.save({"weights": weights, "reduction": reduction.state_dict()}, path)
-        train(model, range(3, 6))
-        wanted = bits(model)
-    with connect(mesh) as comm:
-        model, reduction = made(comm)
-        saved = torch.load(path)  # with weights_only=True
-        with torch.no_grad():
-            for p, each in zip(model.parameters(), saved["weights"], strict=True):
-                p.to_local().copy_(each)
-        reduction.load_state_dict(saved["reduction"])
-        assert reduction.step == 3
-        train(model, range(3, 6))
-        assert bits(model) == wanted
 
 
 @on_ranks(4)

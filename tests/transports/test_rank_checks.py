@@ -34,6 +34,4 @@ def test_checks_on(n, network):
 @pytest.mark.slow
 def test_checks_on_a_mixed_group():
     """Each rank has one peer that it reaches by shared memory, and two between sites."""
-    assert_passed(
-        start_plain(4, *checks("collectives", "transport"), limit=300, imported=IMPORTED, **NETWORKS["mixed"]), 4
-    )
+    assert_passed(start_plain(4, *checks("digests", "transport"), limit=300, imported=IMPORTED, **NETWORKS["mixed"]), 4)
