@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,14 @@ def no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture
+def threads_end() -> Iterator[None]:
+    """The threads that a test starts end with it: other tests of the same process look at threads."""
+    before = set(threading.enumerate())
+    yield
+    patience.wait_until(lambda: before.issuperset(threading.enumerate()), what="all threads of the test have ended")
 
 
 @pytest.fixture

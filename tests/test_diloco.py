@@ -10,6 +10,8 @@ from thread_ranks import on_ranks
 
 import qccl
 
+pytestmark = pytest.mark.usefixtures("threads_end")
+
 RANKS = 3
 SHAPES = {"w": (40, 7), "b": (7,), "scale": ()}
 
@@ -139,6 +141,7 @@ def test_another_communicator_continues_from_the_rank_with_the_most_steps() -> N
                 params += 1  # local steps, which it keeps
             kept = outer.common[0].copy() + comm.rank
             outer.continue_on(comm)
+            both.close()
             assert outer.steps == 2 and (comm.rank == 0 or params.tobytes() == kept.tobytes())
         else:
             outer = qccl.DiLoCo(comm, params)

@@ -11,6 +11,8 @@ from thread_ranks import on_ranks
 import qccl
 from qccl import parameters
 
+pytestmark = pytest.mark.usefixtures("threads_end")
+
 #: outer steps whose result is the average of the ranks' parameters
 AVERAGES: dict[str, Any] = {"codec": "none", "outer_lr": 1, "momentum": 0}
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
-import sys
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -12,12 +13,16 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import patience
 import pytest
+from rank_forks import check, run
+from start_ranks import needs_ucx
 from thread_ranks import on_ranks
 
 import qccl
-from qccl.bench import start
 from qccl.trace import TraceEvent
+
+pytestmark = pytest.mark.usefixtures("threads_end")
 
 RANKS = 3
 SHAPES = ((40, 7), (), (300,), (12, 5))
@@ -268,6 +273,7 @@ def test_a_new_rank_gets_common_parameters_momentum_and_turn() -> None:
             outer.finish()
             kept = [array.copy() for array in params]
             outer.continue_on(comm)
+            both.close()
             assert all(a.tobytes() == b.tobytes() for a, b in zip(kept, params, strict=True))
         else:
             outer = qccl.DiLoCo(comm, params, **how)
@@ -285,63 +291,49 @@ def test_a_new_rank_gets_common_parameters_momentum_and_turn() -> None:
     assert found[0] == found[1] == found[2]
 
 
-LOSES_AND_GAINS = """
-import hashlib, os, sys
-from pathlib import Path
-import numpy as np
-import qccl
+def loses_and_gains(rank: int, size: int, address: str) -> None:
+    """Rank 1 gives up after 11 local steps, and joins the others again when they have taken 15."""
+    place = Path(os.environ["QCCL_TEST_PLACE"])
 
-place = Path(sys.argv[1])
-
-
-def train(comm, left):
-    '''Until 24 local steps; the rank that fails after ``left`` of them returns None.'''
-    params = np.zeros(20_000, np.float32)
-    outer = qccl.DiLoCo(comm, [params[:5000], params[5000:]], codec="trellis2+ef", fragments=2, period=4, delay=2)
-    while outer.local_steps < 24:
-        try:
-            if outer.local_steps == left:
-                comm.abort("a fault")
-                return None
-            if comm.size == 2 and outer.local_steps >= 15:
-                outer.finish()
-                if comm.rank == 0:
-                    place.with_suffix(".new").write_text(comm.address)
-                    place.with_suffix(".new").replace(place)
-                comm = comm.grow(3, timeout=30)
+    def train(comm: qccl.Communicator, left: int | None) -> str | None:
+        """Until 24 local steps; the rank that fails after ``left`` of them returns None."""
+        params = np.zeros(20_000, np.float32)
+        outer = qccl.DiLoCo(comm, [params[:5000], params[5000:]], codec="trellis2+ef", fragments=2, period=4, delay=2)
+        while outer.local_steps < 24:
+            try:
+                if outer.local_steps == left:
+                    comm.abort("a fault")
+                    return None
+                if comm.size == 2 and outer.local_steps >= 15:
+                    outer.finish()
+                    if comm.rank == 0:
+                        place.with_suffix(".new").write_text(comm.address)
+                        place.with_suffix(".new").replace(place)
+                    comm = comm.grow(3, timeout=30)
+                    outer.continue_on(comm)
+                params += np.random.default_rng([comm.rank, outer.local_steps]).standard_normal(20_000, np.float32)
+                outer.after_local_step()
+            except qccl.PeerLost:
+                comm = comm.shrink(10)
                 outer.continue_on(comm)
-            params += np.random.default_rng([comm.rank, outer.local_steps]).standard_normal(20_000, np.float32)
-            outer.after_local_step()
-        except qccl.PeerLost:
-            comm = comm.shrink(10)
-            outer.continue_on(comm)
-    outer.step()
-    return f"{comm.size} ranks, {outer.steps} steps, {hashlib.sha256(params).hexdigest()}"
+        outer.step()
+        return f"{comm.size} ranks, {outer.steps} steps, {hashlib.sha256(params).hexdigest()}"
+
+    comm = qccl.init("host", rank=rank, size=size, address=address, transport="ucx", timeout=30)
+    found = train(comm, 11 if rank == 1 else None)
+    if found is None:
+        comm.close()
+        patience.wait_until(place.exists)
+        found = train(qccl.join(place.read_text(), timeout=30), None)
+    print(found)
 
 
-comm = qccl.init("host", timeout=30)
-found = train(comm, 11 if comm.rank == 1 else None)
-if found is None:
-    comm.close()
-    import time
-    limit = time.monotonic() + 30
-    while not place.exists() and time.monotonic() < limit:
-        time.sleep(0.05)
-    found = train(qccl.join(place.read_text(), timeout=30), None)
-print(found + "\\n", end="", flush=True)
-"""
-
-
-@pytest.mark.mpi  # it starts processes
-@pytest.mark.skipif(bool(start.obstacle("ucx")), reason=start.obstacle("ucx") or "there")
+@needs_ucx
+@pytest.mark.processes
 def test_training_goes_on_when_a_rank_is_lost_and_another_joins(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LOSES_AND_GAINS, str(tmp_path / "address")]
-    way = start.choose_way("ucx")
-    with open(tmp_path / "lines", "w+") as file:
-        status = start.run_ranks(3, command, way=way, lab=None, smallest=0, stdout=file)
-        file.seek(0)
-        lines = file.read().splitlines()
-    assert status == 0 and len(lines) == 3 and len({*lines}) == 1 and lines[0].startswith("3 ranks, ")
+    ends = run(3, loses_and_gains, QCCL_TEST_PLACE=str(tmp_path / "address"))
+    check(ends)
+    assert len({each.out for each in ends}) == 1 and ends[0].out.startswith("3 ranks, ")
 
 
 @on_ranks(1)

@@ -7,28 +7,25 @@ is long and sends nothing, it takes some of the instructions.
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
 import sys
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 from interruption_kinds import KINDS
-from interruptions import AfterTime, Expected, Tally, every_entry, inject
-from plain_ranks import free_ports
-from start_ranks import needs_ucx
+from interruptions import AfterTime, Expected, Tally, close, every_entry, inject
+from start_ranks import needs_ucx, start_plain
 from thread_ranks import on_ranks
 
 import qccl
 from qccl.guard import guarded, is_guard
 from qccl.session import Session
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("threads_end")
+
 #: kinds whose calls compile a program, which runs many functions before anything is sent
 LONG = tuple(name for name, kind in KINDS.items() if kind.warm == 0 or name == "trace")
 SHORT = tuple(name for name in KINDS if name not in LONG)
@@ -92,30 +89,15 @@ def test_at_random_times_from_another_thread():
             for _ in range(8):
                 after = AfterTime(5e-6 * 400 ** chosen.random())
                 tally.add(name, inject(parent, KINDS[name], after, spare=spare), expected)
+        close(spare)
         return tally
 
     assert qccl.run_ranks(2, run)[0].wrong == []
 
 
 def over_ucx(limit: float, *arguments: str) -> None:
-    where = f"127.0.0.1:{free_ports(1)[0]}"
-    program = str(ROOT / "tests" / "support" / "interruptions.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, program, str(rank), where, *arguments],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        texts = [rank.communicate(timeout=limit)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(texts)
+    ended = start_plain(2, "tests/support/interruptions.py", *arguments, limit=limit)
+    assert ended.status == 0, ended.output
 
 
 @needs_ucx

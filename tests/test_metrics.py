@@ -22,6 +22,8 @@ from qccl.errors import ArgumentError
 from qccl.statistics import Statistics
 from qccl.transports.sockets import place_text
 
+pytestmark = pytest.mark.usefixtures("threads_end")
+
 SECONDS = 60.0
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 
 import numpy as np
+import patience
 import pytest
 
 import qccl
@@ -120,11 +121,16 @@ run(comms[0])
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout.readline() == "ready\n"
-            limit, records = time.monotonic() + SECONDS, []
-            while not (len(records) == 2 and records[0].calls) and time.monotonic() < limit:
+
+            def found() -> list[GroupRecord]:
+                return [read_record(path) for path in sorted(tmp_path.glob("*.json"))]
+
+            def signal_it() -> None:
                 process.send_signal(signal.SIGUSR1)
                 time.sleep(0.1)
-                records = [read_record(path) for path in sorted(tmp_path.glob("*.json"))]
+
+            patience.wait_until(lambda: len(records := found()) == 2 and records[0].calls, signal_it)
+            records = found()
         finally:
             process.kill()
     assert [record.rank for record in records] == [0, 1]
@@ -219,9 +225,7 @@ def test_the_record_says_on_whom_the_group_has_ended(tmp_path, monkeypatch):
             return
         with pytest.raises(RuntimeError), comm:
             comm.quantized_allreduce(np.ones(10, np.float32), async_op=True)
-            limit = time.monotonic() + SECONDS
-            while comm._session.engine._failure is None and time.monotonic() < limit:
-                time.sleep(0.001)
+            patience.wait_until(lambda: comm._session.engine._failure)
             raise RuntimeError("mine")
 
     qccl.run_ranks(3, run)

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -190,14 +189,13 @@ def test_a_result_that_is_refused(comm):
 
 @on_ranks(2)
 def test_a_thread_that_waits_and_callbacks_end_each_call_once(comm):
-    x, called, limit = np.ones(1000, np.float32), [], patience.Limit(30)
+    x, called = np.ones(1000, np.float32), []
     for i in range(300):
         work = comm.quantized_allreduce(x, async_op=True)
         work.add_done_callback(called.append)
         if i % 3:
             work.wait()
-    while len(called) < 300 and limit.left():
-        time.sleep(0.001)
+    patience.wait_until(lambda: len(called) == 300, seconds=30)
     (compiled,) = comm._session.programs
     assert (len(called), len(set(map(id, called))), {program.users for program in compiled.programs}) == (300, 300, {0})
 

@@ -136,6 +136,8 @@ def test_derivatives():
     for gradient in (jax.jit(jax.grad(weighted)), jax.grad(jax.jit(weighted)), jax.grad(weighted)):
         assert gradient(x).tolist() == [3, 3, 3, 3]
 
+    assert jax.grad(lambda x: (RANK + 1) * 3 * allreduce(x, "none").sum())(x).tolist() == [4.5] * 4  # of the mean
+
     def looped(x):
         return jax.lax.scan(lambda c, _: (allreduce(c, "none", op="sum"), None), x, None, length=3)[0].sum()
 

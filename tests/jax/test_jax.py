@@ -156,19 +156,6 @@ def test_trees_without_values(comm):
 
 
 @on_ranks(2, timeout=30)
-def test_gradients_of_a_loss_between_ranks(comm):
-    """The derivative of a sum over ranks is the sum of the ranks' cotangents."""
-    x, n = jnp.arange(4.0), jnp.arange(4)
-
-    def loss(x, op):
-        total = qccl.jax.allreduce({"x": x, "n": n} if op == "sum" else x, "none", op=op, comm=comm)
-        return (comm.rank + 1) * ((total["x"] * total["n"]) if op == "sum" else total * 3).sum()
-
-    assert jax.grad(loss)(x, "sum").tolist() == [0, 6, 12, 18]  # (1 + 2) times the sum of n
-    assert jax.grad(loss)(x, "avg").tolist() == [4.5] * 4
-
-
-@on_ranks(2, timeout=30)
 def test_error_feedback_by_path(comm):
     """Each leaf has its own state, with the bits of single calls, which survives a resume and other leaves."""
     rng = np.random.default_rng(comm.rank)

@@ -4,9 +4,9 @@ inject() makes one call of a Kind on each rank of a new communicator. On rank 0 
 in it. Then both ranks go on: rank 0 makes the call again, with other values, if its first one was not made; both make a
 further call. problems() compares what they found with calls that nobody disturbed.
 
-``interruptions.py RANK ADDRESS MODE ARGUMENT...`` is a rank over UCX. MODE is "entries" or "instructions" with a
-stride, or "times" with seconds and a seed; names of kinds may follow. Rank 0 prints how many injections went on how,
-and what was wrong; then it exits with status 1.
+``interruptions.py MODE ARGUMENT...`` is one of two ranks of a launcher, over UCX. MODE is "entries" or "instructions"
+with a stride, or "times" with seconds and a seed; names of kinds may follow. Rank 0 prints how many injections went on
+how, and what was wrong; then it exits with status 1.
 """
 
 from __future__ import annotations
@@ -373,7 +373,14 @@ def every_entry(
                 break
             tally.add(name, records, expected)
             number += stride
+        close(spare)
     return tally
+
+
+def close(spare: list[Any]) -> None:
+    """Collective: close the communicators that inject() has left for further calls."""
+    for comm in spare:
+        comm.close()
 
 
 def at_random_times(parent: Any, seconds: float, seed: int, names: Sequence[str] = tuple(KINDS)) -> Tally:
@@ -387,11 +394,12 @@ def at_random_times(parent: Any, seconds: float, seed: int, names: Sequence[str]
         after = 2e-6 * 2000 ** chosen.random()
         records = inject(parent, KINDS[name], AtSignal(after, chosen.choice([1, 1, 2])), spare=spare)
         tally.add(name, records, expected[name])
+    close(spare)
     return tally
 
 
-def main(rank: str, address: str, mode: str, argument: str, *more: str) -> int:
-    with qccl.init("host", 60.0, rank=int(rank), size=2, address=address) as parent:
+def main(mode: str, argument: str, *more: str) -> int:
+    with qccl.init("host", 60.0) as parent:
         assert parent.transport.name == "ucx"
         if mode == "times":
             tally = at_random_times(parent, float(argument), int(more[0]), more[1:] or tuple(KINDS))

@@ -81,15 +81,6 @@ def test_within_the_bound() -> None:
                     assert (error <= bound).all(), (spec, name)
 
 
-@on_ranks(4)
-def test_replicas() -> None:
-    """The same bits on all ranks, after 100 steps."""
-    for codec in ("onebit:reconstruct=scale+ef", "minmax4:rounding=stochastic"):
-        model = train(wrapped(), 100, codec=codec)
-        assert_same_everywhere(model)
-        assert bits(model) != bits(train(wrapped(), 100, codec="none"))
-
-
 def has_same_bits(plain, ours):
     found = gradients(ours)
     return all(torch.equal(expected, found[name]) for name, expected in gradients(plain).items())
@@ -237,17 +228,6 @@ def test_traces() -> None:
             if all(on_all(bool(in_no_hook))):
                 return
         raise AssertionError("no call ended while the backward pass computed, outside of the hooks")
-
-
-@on_ranks(2)
-def test_joins() -> None:
-    """Ranks with fewer batches take part with zeros."""
-    model = wrapped()
-    with qccl.torch.compress(model, **GROUPS):
-        optimizer = torch.optim.SGD(model.parameters(), 0.02)
-        with model.join():
-            for x in batches(3 + dist.get_rank()):
-                step(model, optimizer, x)
 
 
 class Recomputes(torch.nn.Module):

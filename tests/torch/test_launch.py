@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from on_ranks import on_ranks
 from plain_ranks import torch_variables
+from start_ranks import start_plain
 
 import qccl
 from qccl import launchers, meetings
@@ -86,24 +87,10 @@ def test_the_program_of_the_readme_runs_under_torchrun(port: int, tmp_path: Path
     assert len(found) == 4 and len(set(found)) == 1, done.stdout
 
 
-def test_ranks_of_a_launcher_find_each_other_over_gloo(port: int) -> None:
+def test_ranks_of_a_launcher_find_each_other_over_gloo() -> None:
     """By the launcher's variables: no rank has begun torch.distributed."""
     program = (
-        "import qccl; comm = qccl.init('host', transport='gloo'); print(comm.rank, comm.size, comm.transport.name)"
+        "import qccl; comm = qccl.init('host'); print(f'{comm.rank} {comm.size} {comm.transport.name}\\n', end='')"
     )
-    clean = launchers.without_launchers(os.environ) | {"PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env=clean | torch_variables(rank, 2, port),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.communicate(timeout=100)[0].split() for rank in ranks] == [["0", "2", "gloo"], ["1", "2", "gloo"]]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait(10)
+    ended = start_plain(2, "-c", program, limit=100, QCCL_TRANSPORT="gloo")
+    assert ended.status == 0 and {"0 2 gloo", "1 2 gloo"} <= {*ended.output.splitlines()}, ended.output

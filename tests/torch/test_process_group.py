@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import patience
 import pytest
 import torch
 import torch.distributed as dist
@@ -73,11 +74,8 @@ def test_releases() -> None:
             dist.all_reduce(torch.ones(COUNT))
             dist.all_reduce(torch.ones(1))
         found = held()
-        first, deadline = first or found, time.monotonic() + 10  # a thread that was joined may be listed for a moment
-        while found != first and time.monotonic() < deadline:
-            time.sleep(0.01)
-            found = held()
-        assert found == first, (first, found)
+        first = first or found
+        patience.wait_until(lambda: held() == first)  # noqa: B023  # a thread that was joined may stay for a moment
 
 
 def held() -> list[int]:
@@ -293,12 +291,10 @@ def test_asynchronous() -> None:
         assert future.wait() == "next" and ended[0][0] is xs[-1] is works[-1].result()[0]
         for work, x, y in zip(works, xs, expected[rank], strict=True):
             assert work.wait(LIMIT) and work.is_completed() and work.exception() is None and torch.equal(x, y)
-        strided, deadline = torch.zeros(COUNT, 2), time.monotonic() + LIMIT.total_seconds()
+        strided = torch.zeros(COUNT, 2)
         strided[:, 0] = values(rank)
         polled = dist.all_reduce(strided[:, 0], async_op=True)
-        while not polled.is_completed():
-            assert time.monotonic() < deadline
-            time.sleep(1e-3)
+        patience.wait_until(polled.is_completed)
         assert torch.equal(strided[:, 0], expected[rank][0])  # without wait()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ddp_models import GROUPS, Mixed, backward, batches, bits, gradients, loss_of, net, on_all, step, wrapped
+from ddp_models import GROUPS, Mixed, backward, batches, bits, gradients, net, on_all, step, wrapped
 from on_ranks import on_ranks
 from rank_calls import error_of
 from torch.nn import ReLU, Sequential
@@ -300,15 +300,3 @@ def test_begins_and_ends_at_a_rate_of_zero() -> None:
         name, norms = next(iter(before)), handle.statistics(residuals=True)
         norm = float(handle.state_dict()["residuals"][name].norm()) / 0.3  # in gradients of the last step that counted
         assert abs(norms[f"qccl/{name}/residual_norm"] - norm) <= 1e-6 * norm > 0
-
-
-@on_ranks(2)
-def test_changes_the_rate() -> None:
-    model = wrapped()
-    with qccl.torch.compress(model, "minmax2+ef", **GROUPS) as handle:
-        for i, x in enumerate(batches(3)):
-            handle.lr = 0.1 / (i + 1)
-            backward(x, model)
-        assert handle.state_dict()["lr"] is True
-        handle.lr = None
-        assert "give lr in all calls or in none" in error_of(lambda: loss_of(model, x).backward())
