@@ -101,7 +101,7 @@ def test_groups_of_a_split_measure_on_their_own(comm):
     half.close()
 
 
-@on_ranks(4)
+@on_ranks(4, timeout=600)  # a rank that is held up in the first agreements makes all calls seem long
 def test_nodes_with_several_ranks_also_measure_two_levels(comm):
     comm.nodes = (0, 0, 1, 1)
     plan = comm.plan("allreduce", 4096, codec="auto")

@@ -217,14 +217,15 @@ def test_times_of_calls_under_way_while_the_program_works(monkeypatch):
         works = [comm.quantized_allreduce(np.ones(1000, np.float32), async_op=True) for _ in range(3)]
         if comm.rank == 0:
             time.sleep(pause)
+        begun = time.monotonic()
         for work in works:
             work.wait()
-        return only(comm.stats())
+        return only(comm.stats()), time.monotonic() - begun
 
-    found = qccl.run_ranks(2, run)[0]
+    found, waited = qccl.run_ranks(2, run)[0]
     assert found.calls == 3
     assert found.hidden_seconds >= 3 * 0.99 * pause  # of each call
-    assert 0.5 * pause <= found.waiting_seconds <= 0.5 * (found.seconds - found.hidden_seconds)
+    assert 0.5 * pause <= found.waiting_seconds <= waited  # not three times
     assert found.seconds >= 3 * 1.5 * pause
 
 

@@ -21,13 +21,16 @@ from qccl.collectives import spec_of_plan
 from qccl.cuda import libraries
 from qccl.transports.loopback import LoopbackGroup
 
+#: of calls that end because of another rank: longer than that one waits for their ends
+NEVER = 10_000.0
+
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
 def under_way(device: fake_cuda.World, other: Callable[[qccl.Communicator], Any], seconds: float) -> list[Any]:
     """Rank 0 calls, and rank 1 does something else; both results, and afterwards all threads have ended.
 
-    Rank 1 is still there when rank 0 gets its error.
+    Rank 1 is still there when rank 0 gets its error, and waits a minute for it.
     """
     raised = threading.Event()
 
@@ -38,18 +41,16 @@ def under_way(device: fake_cuda.World, other: Callable[[qccl.Communicator], Any]
         comm.barrier()
         if comm.rank == 1:
             found = other(comm)
-            assert raised.wait(20)
+            assert raised.wait(60)
             return found
-        begin = time.monotonic()
         work = staged(comm, x, async_op=True, timeout=seconds)
         with pytest.raises(qccl.QcclError) as caught:
             work.synchronize()
-        took = time.monotonic() - begin
         raised.set()
         for call in (lambda: staged(comm, x), comm.check, comm.barrier):
             with pytest.raises(type(caught.value), match="earlier"):
                 call()
-        return type(caught.value), str(caught.value), took
+        return type(caught.value), str(caught.value)
 
     found = ranks(2, run)
     device.finish(lambda: device.is_idle(0))
@@ -58,13 +59,13 @@ def under_way(device: fake_cuda.World, other: Callable[[qccl.Communicator], Any]
 
 
 def test_a_peer_that_gives_up(world, cupy):
-    [(kind, text, took), _] = under_way(world, lambda comm: comm.abort("on purpose"), 20.0)
-    assert kind is qccl.PeerLost and "on purpose" in text and took < 10
+    [(kind, text), _] = under_way(world, lambda comm: comm.abort("on purpose"), NEVER)
+    assert kind is qccl.PeerLost and "on purpose" in text
 
 
 def test_a_peer_that_stays_away(world, cupy):
-    [(kind, text, took), _] = under_way(world, lambda comm: None, 0.4)
-    assert kind is qccl.CollectiveTimeout and "hierarchical_allreduce" in text and took < 10
+    [(kind, text), _] = under_way(world, lambda comm: None, 0.4)
+    assert kind is qccl.CollectiveTimeout and "hierarchical_allreduce" in text
 
 
 def test_a_peer_that_sends_something_else(world, cupy):
@@ -77,9 +78,9 @@ def test_a_peer_that_sends_something_else(world, cupy):
             spec_of_plan("hierarchical_allreduce", 2000, "float32", "minmax8", 256, how).text()
         )
         with pytest.raises(qccl.QcclError):
-            staged(comm, x, async_op=True, timeout=2.0).synchronize()
+            staged(comm, x, async_op=True, timeout=NEVER).synchronize()
 
-    [(kind, text, _), error] = under_way(world, other, 10.0)
+    [(kind, text), error] = under_way(world, other, NEVER)
     assert kind in (qccl.MismatchError, qccl.PeerLost) and error is None
     assert "bytes to rank" in text
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import fake_cuda
 import fake_frameworks
 import numpy as np
-import patience
 import pytest
+from clocks import Clock
 from codec_table import TABLE
 
 import qccl
@@ -63,16 +63,29 @@ def test_costs_and_overlap_on_a_fake_gpu(monkeypatch):
     )
 
 
-def test_queues_on_a_fake_gpu(world):
-    """The fake's slow kernel ends when the host has waited; tests/cuda/test_deadline.py has hanging kernels."""
+def test_queues_on_a_fake_gpu(world, monkeypatch):
+    """The fake's slow kernel ends after the timeout of the call behind it, by the clock of deadlines, and a while.
+
+    tests/cuda/test_deadline.py has hanging kernels.
+    """
     import queues
 
+    clock, delay = Clock(), 0.1
+    monkeypatch.setattr("qccl.cuda.deadline.time", clock)
     begun: dict[fake_cuda.Node, float] = {}
-    delay = 0.5 * patience.factor()
-    world.holds = lambda node: (
-        node.what == "spin" and time.monotonic() < delay + begun.setdefault(node, time.monotonic())
-    )
-    assert queues.late_start(delay=delay, timeout=0.2)["seconds"] >= delay
+
+    def holds(node: fake_cuda.Node) -> bool:
+        if node.what != "spin":
+            return False
+        if time.monotonic() < delay + begun.setdefault(node, time.monotonic()):
+            return True
+        if all(each.what != "qccl_end" for each in world.pending):  # the call has not been put on its streams yet
+            return True
+        clock.ahead = 1000.0
+        return clock.asked < 3  # the host has looked whether the deadline has passed
+
+    world.holds = holds
+    assert queues.late_start(delay=delay, timeout=60.0)["seconds"] >= delay
 
 
 def test_torch_on_a_fake_gpu(world, monkeypatch):
@@ -83,7 +96,7 @@ def test_torch_on_a_fake_gpu(world, monkeypatch):
     for name, module in (("torch", stand_in), ("torch.distributed", stand_in.distributed)):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(
-        qccl.Communicator, "from_torch", lambda: qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=10.0)
+        qccl.Communicator, "from_torch", lambda: qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=60.0)
     )
     monkeypatch.setattr(frameworks, "_current_stream", lambda torch, ask=frameworks._current_stream: ask(torch, 60.0))
     found = frameworks.torch_checks()
@@ -125,7 +138,17 @@ def test_staging_on_a_fake_gpu(monkeypatch):
     monkeypatch.setattr(staged, "CALLS", tuple((c, a, min(n, 5000), k and 1024) for c, a, n, k in staged.CALLS))
     assert set(staged.check(3)) == {"enqueue_ms", "done_ms"}
     assert set(staged.check_order(60.0))  # nothing waits so long == {"host_seconds rank 0", "host_seconds rank 1"}
-    assert 0.2 <= staged.check_away(0.2, 1.0)["seconds"] < 1.0
+    ended, times = threading.Event(), []
+
+    def perf_counter():
+        times.append(time.perf_counter())
+        if len(times) == 2:
+            ended.set()
+        return times[-1]
+
+    with monkeypatch.context() as patch:  # the other rank comes back when the call has ended
+        patch.setattr(staged, "time", SimpleNamespace(sleep=ended.wait, perf_counter=perf_counter))
+        assert 0.2 <= staged.check_away(0.2, 60.0)["seconds"] < 60.0
     assert staged.measure(1)["gb_per_s_sent_by_each"] > 0
     monkeypatch.setattr(Staging, "_wait", lambda *arguments: None)
     with pytest.raises(AssertionError, match="differs from the host's bytes"):
@@ -174,7 +197,7 @@ def reports_of_threads(monkeypatch, work):
     import ranks
 
     unique_id, local, reports = qccl.get_unique_id(), threading.local(), dict[int, dict]()
-    make = lambda **arguments: qccl.Communicator(unique_id, local.rank, 2, device=local.rank, timeout=10.0)  # noqa: E731
+    make = lambda **arguments: qccl.Communicator(unique_id, local.rank, 2, device=local.rank, timeout=60.0)  # noqa: E731
     monkeypatch.setattr(qccl, "init", make)
 
     def run(rank):

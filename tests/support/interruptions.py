@@ -284,7 +284,7 @@ def _inspect(comm: Any, case: Case, record: Record) -> None:
     session, engine = comm._session, comm._session.engine
 
     def try_lock() -> None:
-        if not engine._lock.acquire(timeout=5):
+        if not engine._lock.acquire(timeout=60):
             record.faults.append("the lock of the engine is held")
         else:
             engine._lock.release()

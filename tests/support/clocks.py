@@ -12,12 +12,14 @@ class Clock:
 
     Attributes:
         ahead: by how many seconds its clock is ahead.
+        asked: how often the time was asked for since it is ahead.
     """
 
     sleep = staticmethod(time.sleep)
 
     def __init__(self) -> None:
-        self.ahead = 0.0
+        self.ahead, self.asked = 0.0, 0
 
     def monotonic(self) -> float:
+        self.asked += self.ahead > 0
         return time.monotonic() + self.ahead
