@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 from plain_ranks import free_ports
+from rank_forks import outputs
 
 import qccl
 from qccl import launch, launchers
@@ -53,46 +50,6 @@ try:
 except qccl.QcclError as error:
     print(f"{type(error).__name__}: {error}")
 """
-
-
-#: forks itself for each of the programs, whose outputs go to files: an import of qccl costs more than most of them
-STARTER = """
-import json, os, sys
-import numpy, qccl
-qccl.Communicator
-programs, folder = json.load(sys.stdin)
-children = []
-for number, program in enumerate(programs):
-    sys.stdout.flush()
-    if child := os.fork():
-        children.append(child)
-        continue
-    os.dup2(os.open(f"{folder}/{number}", os.O_WRONLY | os.O_CREAT), 1)
-    exec(program, {"__name__": "__main__", "qccl": qccl})
-    sys.exit()
-sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
-"""
-
-
-def outputs(*programs: str, **environment: str) -> list[str]:
-    """What Python programs print that run at the same time, and know of no launcher but that of ``environment``."""
-    with tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen(
-            [sys.executable, "-c", STARTER],
-            env=CLEAN | {"PYTHONPATH": str(ROOT)} | environment,
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            _, errors = process.communicate(json.dumps([programs, folder]), timeout=100)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(10)
-        assert process.returncode == 0, errors
-        return [(Path(folder) / str(number)).read_text() for number in range(len(programs))]
 
 
 def needs(*modules):
@@ -163,10 +120,10 @@ def test_an_mpi4py_without_a_library(port, tmp_path, transport):
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("class rc:\n    finalize = initialize = None\n")
     (tmp_path / "mpi4py" / "MPI.py").write_text("raise RuntimeError('cannot load MPI library\\nlibmpi.so.12: none')")
-    start = "import logging, os, sys; logging.basicConfig(stream=sys.stdout); os.environ['PMI_RANK'] = '{}'\n{}"
-    programs = (start.format(rank, INIT) for rank in range(2))
+    start = "import logging, os, sys; logging.basicConfig(stream=sys.stdout); os.environ['PMI_RANK'] = '{}'\n"
+    start += f"sys.path.insert(0, {str(tmp_path)!r})\n{INIT}"
+    programs = (start.replace("{}", str(rank), 1) for rank in range(2))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PMI_SIZE": "2", "QCCL_TRANSPORT": transport}
-    place["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
     for rank, out in enumerate(outputs(*programs, **place)):
         why = "mpi4py cannot be used (cannot load MPI library); install qccl[mpi]"
         said = f"WARNING:qccl:rank {rank} of 2 goes on without MPI: " if transport == "auto" else "EngineError: "

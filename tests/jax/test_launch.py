@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-from qccl import launchers
-
-ROOT = Path(__file__).parents[2]
+from rank_forks import outputs
 
 CONNECT = "import jax, qccl; jax.distributed.initialize('127.0.0.1:{port}', 2, {rank})\n"
 INIT = """
@@ -37,25 +29,10 @@ for alone in range(2):
 """
 
 
-def outputs(*programs: str, **environment: str) -> list[list[str]]:
-    """The lines of programs that run at the same time."""
-    clean = launchers.without_launchers(os.environ) | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environment
-    commands = [[sys.executable, "-c", program] for program in programs]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen(command, env=clean, **pipes) for command in commands]
-    try:
-        ended = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(10)
-    assert all(process.returncode == 0 for process in processes), ended
-    return [out.splitlines() for out, _ in ended]
-
-
 def on_two_ranks(port: int, program: str, transport: str) -> list[list[str]]:
+    """The lines of programs in processes that no launcher has started."""
     programs = (CONNECT.format(port=port, rank=rank) + program for rank in range(2))
-    return outputs(*programs, QCCL_TRANSPORT=transport)
+    return [text.splitlines() for text in outputs(*programs, QCCL_TRANSPORT=transport, JAX_PLATFORMS="cpu")]
 
 
 def test_ranks_find_each_other(port: int) -> None:
@@ -73,4 +50,5 @@ def test_ranks_without_a_transport_in_common(port: int) -> None:
 
 def test_frameworks_that_are_loaded_but_have_one_rank() -> None:
     pytest.importorskip("torch")
-    assert outputs(f"import qccl, jax, jax.distributed, torch.distributed\n{INIT}") == [["rank 0 of 1"]]
+    program = f"import jax, jax.distributed, torch.distributed\n{INIT}"
+    assert outputs(program, JAX_PLATFORMS="cpu") == ["rank 0 of 1\n"]

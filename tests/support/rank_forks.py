@@ -30,12 +30,13 @@ import patience
 from forked_ranks import Forks
 from plain_ranks import free_ports
 
-__all__ = ["Body", "Ended", "check", "on_processes", "run"]
+__all__ = ["Body", "Ended", "check", "on_processes", "outputs", "run"]
 
 #: what each rank does, given its number, the number of ranks, and the address at which they meet
 Body = Callable[[int, int, str], None]
 #: after which ranks that hang are ended
 _SECONDS = 60.0
+_PROGRAMS = "QCCL_TEST_PROGRAMS"
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,20 @@ def run(size: int, body: Body, *, unreaped: int | None = None, **environment: st
         ends = json.loads(_server().stdout.readline())
         texts = [[(Path(folder) / f"{rank}.{kind}").read_text() for kind in ("out", "err")] for rank in range(size)]
     return [Ended(status, *text, at) for (status, at), text in zip(ends, texts, strict=True)]
+
+
+def outputs(*programs: str, **environment: str) -> list[str]:
+    """The outputs of Python programs that run at the same time, with ``qccl`` imported, and end well."""
+    ends = run(len(programs), execute, **{_PROGRAMS: json.dumps(programs)}, **environment)
+    check(ends)
+    return [each.out.removesuffix("done\n") for each in ends]
+
+
+def execute(rank: int, size: int, address: str) -> None:
+    """The body of outputs()."""
+    import qccl
+
+    exec(json.loads(os.environ.pop(_PROGRAMS))[rank], {"__name__": "__main__", "qccl": qccl})
 
 
 def check(found: list[Ended], *, but: int | None = None) -> None:
@@ -128,6 +143,7 @@ def _module(path: str) -> ModuleType:
     choice.obstacle = lambda *_: ""  # needs_ucx would load it to see whether it is there
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # dataclasses look there
     spec.loader.exec_module(module)
     choice.obstacle = usual
     assert "libucp" not in Path("/proc/self/maps").read_text()
