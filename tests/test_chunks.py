@@ -15,7 +15,12 @@ CODECS = [get(spec) for spec in ("none", "minmax8", "minmax4", "trellis2", "minm
 POLICIES = (NETWORK, BETWEEN_SITES, GPU, ChunkPolicy.of_elements(100_000), shared_memory(4), shared_memory(64))
 
 
-@given(st.sampled_from(POLICIES), st.integers(0, 1 << 17), st.integers(1, 64), st.sampled_from(CODECS))
+#: of any order of magnitude
+GRANULES = st.integers(0, 17).flatmap(lambda bits: st.integers(0, 1 << bits))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=range(len(POLICIES)))
+@given(GRANULES, st.integers(1, 5).flatmap(lambda bits: st.integers(1, 1 << bits)), st.sampled_from(CODECS))
 def test_chunks_are_within_the_limits_of_their_policy(policy: ChunkPolicy, granules: int, parts: int, codec) -> None:
     """Small, but at most ``enough``, or as many as large ones are needed; or of so many values."""
     chunks = policy.chunks(granules, parts, codec)
@@ -28,12 +33,12 @@ def test_chunks_are_within_the_limits_of_their_policy(policy: ChunkPolicy, granu
         values = codec.granule * FLOAT32.itemsize
         assert -(-granules // chunks) * values <= max(policy.values, values)
         assert chunks == 1 or granules * values > (chunks - 1) * (policy.values - values)
-    elif chunks > 1:
-        assert (chunks - 1) * policy.small < nbytes
-        assert (chunks - 0.5) * policy.small_sent <= nbytes * max(parts - 1, 1)
+    else:
+        sent = nbytes * max(parts - 1, 1)
+        are_small = chunks * policy.small >= nbytes or (chunks + 0.5) * policy.small_sent >= sent or chunks >= granules
+        assert are_small or (chunks >= policy.enough and chunks * large >= nbytes)
+        assert chunks == 1 or ((chunks - 1) * policy.small < nbytes and (chunks - 0.5) * policy.small_sent <= sent)
         assert chunks <= policy.enough or (chunks - 1) * large < nbytes
-    if codec.splittable and policy.values is None and chunks < min(policy.enough, granules):
-        assert chunks * policy.small >= nbytes or (chunks + 0.5) * policy.small_sent >= nbytes * max(parts - 1, 1)
 
 
 def test_chunks_in_two_levels_grow_over_a_network_alone() -> None:
