@@ -81,6 +81,15 @@ def test_within_the_bound() -> None:
                     assert (error <= bound).all(), (spec, name)
 
 
+@on_ranks(4)
+def test_replicas() -> None:
+    """The same bits on all ranks, after 100 steps."""
+    for codec in ("onebit:reconstruct=scale+ef", "minmax4:rounding=stochastic"):
+        model = train(wrapped(), 100, codec=codec)
+        assert_same_everywhere(model)
+        assert bits(model) != bits(train(wrapped(), 100, codec="none"))
+
+
 def has_same_bits(plain, ours):
     found = gradients(ours)
     return all(torch.equal(expected, found[name]) for name, expected in gradients(plain).items())
