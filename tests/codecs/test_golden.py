@@ -11,17 +11,18 @@ import pytest
 
 from qccl import codecs
 
-ENTRIES = json.loads(Path(__file__).with_name("golden").joinpath("wire.json").read_text())
+GOLDEN = json.loads(Path(__file__).with_name("golden").joinpath("wire.json").read_text())
+ENTRIES, CALL = GOLDEN["wires"], GOLDEN["call"]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=[f"{entry['codec']}-{entry['dtype']}" for entry in ENTRIES])
 def test_wire_is_unchanged(entry: dict[str, str]) -> None:
     codec, dtype = codecs.get(entry["codec"]), entry["dtype"]
-    values = np.frombuffer(bytes.fromhex(entry["values"]), oracle.storage(dtype))
-    wire = codec.encode(values, call=int(entry["call"]), dtype=dtype)
+    values = np.frombuffer(bytes.fromhex(GOLDEN["values"][dtype]), oracle.storage(dtype))
+    wire = codec.encode(values, call=CALL, dtype=dtype)
     assert wire.tobytes().hex() == entry["wire"]
     old = np.frombuffer(bytes.fromhex(entry["wire"]), np.uint8)
-    assert codec.decode(old, values.size, dtype, call=int(entry["call"])).tobytes().hex() == entry["decoded"]
+    assert codec.decode(old, values.size, dtype, call=CALL).tobytes().hex() == entry["decoded"]
 
 
 def test_every_codec_and_width_is_held() -> None:

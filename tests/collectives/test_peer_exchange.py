@@ -6,18 +6,15 @@ import random
 
 import numpy as np
 import pytest
-from schedule_cases import chunks_of
+from case_schedules import check, schedules
+from collective_cases import Case
 from sent_bytes import sent_by_each
 from thread_ranks import on_ranks
 
 import qccl
-from qccl.analysis import postconditions as expect
-from qccl.analysis.verify import VerificationError, verify
-from qccl.codecs import MinMax, get
-from qccl.collectives.operands import Group
-from qccl.collectives.peer_exchange import peer_buffers, peer_exchange
+from qccl.analysis.verify import VerificationError
+from qccl.codecs import get
 from qccl.dtypes import FLOAT32
-from qccl.schedule import Schedule
 
 Graph = list[list[int]]  # by rank, whom it sends to
 
@@ -30,39 +27,18 @@ def sources(graph: Graph, rank: int) -> list[int]:
     return [source for source, targets in enumerate(graph) if rank in targets]
 
 
-def schedules(graph: Graph, count: int, *, applied: bool = True, **options: object) -> list[Schedule]:
-    found = []
-    for rank, targets in enumerate(graph):
-        peers = sources(graph, rank)
-        buffers = peer_buffers(count, FLOAT32, peers, applied=applied)
-        options |= {"send_to": targets, "receive_from": peers}
-        found.append(peer_exchange(Group.of_all(rank, len(graph)), buffers, MinMax(4, 8), **options))
-    return found
-
-
-def check(ranks: list[Schedule], graph: Graph) -> None:
-    def wanted(schedule: Schedule):
-        return expect.exchanged(schedule, receive_from=[sources(graph, rank) for rank in range(len(graph))])
-
-    verify(ranks, expect=wanted, given=expect.given_replicas)
-
-
-def test_verified_on_random_graphs() -> None:
-    draw = random.Random(6)
-    for n in (1, 2, 3, 5, 8, 64):
-        for _ in range(1 if n == 64 else 12):
-            graph = random_graph(draw, n)
-            options = {"chunking": chunks_of(draw.choice([None, 8, 24]), draw.randint(1, 4))}
-            check(schedules(graph, draw.choice([0, 1, 50]), applied=draw.random() < 0.8, **options), graph)
+def of(*graph: tuple[int, ...], count: int = 50) -> Case:
+    return Case("peer_exchange", len(graph), (count,), "minmax4:bucket=8", graph=graph)
 
 
 def test_a_one_sided_list_is_rejected() -> None:
+    """test_verify_collectives.py verifies random graphs."""
     with pytest.raises(VerificationError, match=r"send 0 to rank 1 .* has no receive"):
-        check([schedules([[1], []], 9)[0], schedules([[], []], 9)[1]], [[], []])
+        check(of((), ()), [schedules(of((1,), ()))[0], schedules(of((), ()))[1]])
 
 
 def test_the_own_code_is_stored_once() -> None:
-    first, *_ = schedules([[1, 2, 3], [0], [0], [0]], 50)
+    first, *_ = schedules(of((1, 2, 3), (0,), (0,), (0,)))
     assert first.buffers["recv"].nbytes == 3 * first.buffers["send"].nbytes
 
 

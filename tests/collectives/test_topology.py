@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import re
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -14,10 +12,7 @@ from kernel_calls import assert_same_bits
 from thread_ranks import on_ranks
 
 import qccl
-from qccl.analysis import postconditions as expect
-from qccl.analysis.verify import verify
-from qccl.chunks import NETWORK, ChunkPolicy
-from qccl.codecs import MinMax, NoCodec, TwoRounds, get
+from qccl.codecs import get
 from qccl.collectives import (
     AllGatherSpec,
     AllReduceSpec,
@@ -27,11 +22,9 @@ from qccl.collectives import (
     for_nodes,
     ways,
 )
-from qccl.collectives.all_gather import all_gather_in_levels
-from qccl.collectives.operands import CallerBuffers, Combine, Group, ranks_by_node
-from qccl.collectives.reduce_scatter import reduce_scatter_in_levels
+from qccl.collectives.operands import ranks_by_node
 from qccl.collectives.topology import costs
-from qccl.dtypes import BFLOAT16, DTYPES, FLOAT32, DType
+from qccl.dtypes import BFLOAT16, FLOAT32, DType
 
 #: each of these makes all three collectives choose two levels
 LAYOUTS = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 1), (0, 1, 1, 2, 2, 2), (0, 0, 1, 1, 2, 2, 3, 3), (3, 3, 3, 1, 1)]
@@ -78,37 +71,6 @@ def test_the_choice(name: str) -> None:
     assert not chosen(1024, (0, 0, 1, 1)), "a further hop costs more"
     if name == "allreduce":
         assert not any(chosen(large, (0, 0, 1, 1), algorithm=each) for each in ("one_shot", "two_round"))
-
-
-def counts_of(draw: random.Random, size: int) -> list[int]:
-    return [draw.choice([0, 1, 7, 8, 9, 1024, draw.randint(0, 3000)]) for _ in range(size)]
-
-
-@pytest.mark.parametrize("node_ids", [*LAYOUTS, (0, 1, 2), (0, 0)], ids=str)
-def test_the_verifier_accepts_parts_in_levels(node_ids: tuple[int, ...]) -> None:
-    draw, size, nodes = random.Random(str(node_ids)), len(node_ids), ranks_by_node(node_ids)
-    for _ in range(12):
-        codec = draw.choice([MinMax(draw.randint(1, 8), draw.choice([8, 96, "shard"])), NoCodec(), get("minmax4+ef")])
-        codec = draw.choice([codec, TwoRounds(MinMax(4), MinMax(8)), get("onebit+ef+nesterov"), get("none+nesterov")])
-        counts, dtype, in_place = counts_of(draw, size), draw.choice(DTYPES), draw.random() < 0.5
-        chunking = draw.choice([NETWORK, ChunkPolicy.of_elements(draw.choice([1, 2000]), draw.randint(1, 4))])
-        combine, given = Combine(scale=draw.choice([1.0, 1 / size])), {"nodes": nodes, "chunking": chunking}
-        ranks = [
-            reduce_scatter_in_levels(
-                Group.of_all(rank, size),
-                CallerBuffers.scattered(counts, rank, dtype, in_place=in_place),
-                *(codec, combine),
-                **given,
-            )
-            for rank in range(size)
-        ]
-        verify(ranks, expect=partial(expect.reduce_scatter, counts=counts, scale=combine.scale))
-        gathered = partial(CallerBuffers.gathered, counts, dtype=dtype, in_place=in_place)
-        ranks = [
-            all_gather_in_levels(Group.of_all(rank, size), gathered(rank), codec.plain, **given) for rank in range(size)
-        ]
-        given_parts = partial(expect.given_parts, counts=counts)
-        verify(ranks, expect=partial(expect.all_gather, counts=counts), given=given_parts)
 
 
 @pytest.mark.parametrize("node_ids", LAYOUTS, ids=str)

@@ -1,35 +1,26 @@
-"""The wheels of dist/ in Debian systems without a compiler: ``python tests/tools/clean_systems.py``.
+"""The wheels of dist/ in Debian systems without a compiler, for tests/test_wheels.py; it needs root.
 
 In each system pip installs the wheel that it chooses for the system's Python, without a network, and the main job
 runs: an all-reduce of 4 ranks over UCX, whose results are verified. Then the golden bytes are tested.
-``--write`` makes docs/results/wheels-DATE.json, and the table of CONTRIBUTING.md. It needs root.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
-from typing import Any
 
 import debian
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.append(str(ROOT / "bench"))
-import runs  # noqa: E402 -- it is in that folder
-
 KEPT = ROOT / "build/wheels/systems"
 #: what the system may not have
 COMPILERS = "cc gcc g++ c++ clang clang++ cmake"
 JOB = "qccl-bench allreduce --ranks 4 -b 64K -e 1M -f 4 -n 3 --codec minmax8,minmax4,none"
 _JOB_ROWS = 3 * 3  # sizes, codecs
 _GLIBC = ("2_28", "2_27", "2_26", "2_24", "2_17")
-HEAD = ("system", "architecture", "Python", "wheel for", "all-reduce of 4 ranks", "golden bytes", "commit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,16 +101,6 @@ class System:
         command += [f"--python-version={self.version}", f"--dest={packages}", f"--find-links={packages}"]
         subprocess.run([*command, "qccl[ucx]", "pytest"], check=True, timeout=600)
 
-    def system(self) -> str:
-        """What the system calls itself."""
-        return self.run('. /etc/os-release && echo "$PRETTY_NAME"').strip()
-
-    def wheel(self) -> str:
-        """The tags of the wheel that pip chose: Python, binary interface, system."""
-        where = "import importlib.metadata as m; print(m.distribution('qccl').read_text('WHEEL'))"
-        lines = self.run(f'python -c "{where}"').splitlines()
-        return next(line.split()[1] for line in lines if line.startswith("Tag: "))
-
     def main_job(self) -> int:
         """The rows that the main job prints, of which each was verified; the extension comes from the wheel."""
         rows = verified(self.run(JOB))
@@ -134,69 +115,3 @@ class System:
         last = output.splitlines()[-1].split()  # "57 passed in 3.90s"
         assert last[1:3] == ["passed", "in"], output
         return int(last[0])
-
-
-def checked(kind: Kind) -> dict[str, Any]:
-    """A row of the results: a system in which all went well."""
-    begin, commit = time.monotonic(), runs.commit()
-    with tempfile.TemporaryDirectory() as folder:
-        system = System(kind, Path(folder))
-        return {
-            "name": str(kind),
-            "system": system.system(),
-            "architecture": kind.architecture,
-            "python": system.version,
-            "wheel": system.wheel(),
-            "verified": system.main_job(),
-            "golden": system.golden(),
-            "commit": commit,
-            "seconds": round(time.monotonic() - begin),
-        }
-
-
-def cells(rows: list[dict[str, Any]]) -> list[list[object]]:
-    """The cells of the table."""
-    tested = ("system", "architecture", "python", "wheel")
-    return [
-        [*map(row.get, tested), f"{row['verified']} cases", f"{row['golden']} tests", row["commit"]] for row in rows
-    ]
-
-
-def write(rows: list[dict[str, Any]]) -> None:
-    """Today's results file, in which the other systems keep their rows, and the table of CONTRIBUTING.md."""
-    path = runs.todays("wheels")
-    document = runs.begun(path, resume=True)
-    found = {row["name"]: row for row in (*document["rows"], *rows)}
-    document |= {"job": JOB, "rows": [found[str(kind)] for kind in KINDS if str(kind) in found]}
-    runs.store(path, document)
-    of = document["machine"]
-    table = "\n".join(runs.table(HEAD, cells(document["rows"])))
-    table += f"\n\n(Seen on {of['date']}, qccl {of['qccl']}; aarch64 by qemu.)"
-    runs.rewrite_table(str(ROOT / "CONTRIBUTING.md"), "python tests/tools/clean_systems.py", table)
-
-
-def main() -> None:
-    """Check the systems that this machine can have, and print their table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="the names of systems, such as " + ",".join(map(str, KINDS)))
-    parser.add_argument(
-        "--write", action="store_true", help="docs/results/wheels-DATE.json and CONTRIBUTING.md's table"
-    )
-    of = parser.parse_args()
-    names = of.only.split(",") if of.only else [*map(str, KINDS)]
-    if unknown := set(names) - {*map(str, KINDS)}:
-        parser.error(f"--only: there is no {', '.join(sorted(unknown))}; systems are {', '.join(map(str, KINDS))}")
-    if lacking := [f"{kind}: {why}" for kind in KINDS if str(kind) in names and (why := kind.why_not())]:
-        parser.error("; ".join(lacking))
-    rows = []
-    for kind in KINDS:
-        if str(kind) in names:
-            rows.append(checked(kind))
-            print(*rows[-1].values(), sep="  ", flush=True)
-    runs.print_table(HEAD, cells(rows))
-    if of.write:
-        write(rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -39,23 +39,15 @@ def specimens() -> list[tuple[str, oracle.Codec, str]]:
 
 
 def main() -> None:
-    entries = []
+    counter, given, wires = oracle.RngCounter(call=5), {}, []
     for spec, codec, dtype in specimens():
         x = values(dtype)
-        counter = oracle.RngCounter(call=5)
         wire = oracle.encode(codec, x, dtype, counter)
         decoded = oracle.decode(codec, wire, x.size, dtype, counter=counter)
-        entries.append(
-            {
-                "codec": spec,
-                "dtype": dtype,
-                "call": 5,
-                "values": x.tobytes().hex(),
-                "wire": wire.tobytes().hex(),
-                "decoded": decoded.tobytes().hex(),
-            }
-        )
-    FILE.write_text(json.dumps(entries, indent=1) + "\n")
+        given[dtype] = x.tobytes().hex()
+        wires.append({"codec": spec, "dtype": dtype, "wire": wire.tobytes().hex(), "decoded": decoded.tobytes().hex()})
+    document = {"call": counter.call, "values": given, "wires": wires}
+    FILE.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
