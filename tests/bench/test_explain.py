@@ -1,4 +1,4 @@
-"""qccl-bench explain: whom it names, from records made by hand and from those of real ranks."""
+"""qccl-bench explain: files of records, and those of real ranks. test_verdict.py has the rules."""
 
 from __future__ import annotations
 
@@ -13,75 +13,22 @@ from threads import hear
 
 import qccl
 from qccl.bench.cli import main
-from qccl.bench.explain import explained
 from qccl.errors import CollectiveTimeout
-from qccl.records import CallRecord, GroupRecord, TransferRecord
+from qccl.records import CallRecord, GroupRecord
 
 TEXT = "allreduce(count=1000, dtype=float32, codec=minmax8, op=sum)"
 
 
-def ended(sequence: int) -> CallRecord:
-    return CallRecord(sequence, sequence, TEXT, "ended", 90.0 + sequence, 90.5 + sequence)
-
-
-def under_way(sequence: int, **found: object) -> CallRecord:
-    return CallRecord(sequence, sequence, TEXT, "under way", 97.0, **found)  # type: ignore[arg-type]
-
-
-def records(*calls: list[CallRecord] | None, reason: str = "") -> dict[int, GroupRecord]:
-    """Of the ranks that have left one, written 100 seconds after the start."""
-    return {
-        rank: GroupRecord("group 0", rank, len(calls), "host", 1, reason, 100.0, tuple(each))
-        for rank, each in enumerate(calls)
-        if each is not None
-    }
-
-
-def verdict(*calls: list[CallRecord] | None) -> str:
-    return "\n".join(explained(records(*calls)))
-
-
-def test_a_rank_that_has_not_made_the_call():
-    found = verdict([ended(0), under_way(1, missing=(1,))], [ended(0)], [ended(0), under_way(1, missing=(1,))])
-    assert found == (
-        f"rank 1 has not made call 1, {TEXT}, in which ranks 0 and 2 waited for 3.0 s: it ended call 0, {TEXT}, "
-        "9.5 s before, and did something else since"
-    )
-
-
-def test_a_rank_without_a_record():
-    found = verdict([under_way(0, missing=(1,))], None)
-    assert found.startswith("rank 1 has left no record, and rank 0 waited 3.0 s for it in call 0")
-    found = verdict([under_way(0, transfers=(TransferRecord(False, 1, 500, 98.0),))], None)
-    assert found.startswith("rank 1 has left no record") and "cannot be reached" in found
-
-
-def test_a_rank_that_computes():
-    receives = (TransferRecord(False, 1, 500, 98.0),)
-    found = verdict([under_way(0, transfers=receives)], [under_way(0, computes=True)])
-    assert found == f"rank 1 computes its part of call 0, {TEXT}, which ranks 0 and 1 began 3.0 s before"
-
-
-def test_a_transfer_without_progress():
-    """Rank 2 waits for rank 0, which waits itself: the transfer from 1 to 0 holds both."""
-    found = verdict(
-        [under_way(0, transfers=(TransferRecord(False, 1, 500, 98.0),))],
-        [under_way(0, transfers=(TransferRecord(True, 0, 500, 97.5),))],
-        [under_way(0, transfers=(TransferRecord(False, 0, 600, 97.0),))],
-    )
-    assert found == f"the transfer of 500 bytes from rank 1 to rank 0 of call 0, {TEXT} has made no progress for 2.0 s"
-
-
-def test_no_call_is_under_way():
-    assert verdict([ended(0)], [ended(0), ended(1)]) == (
-        "no call is under way; the last ones were 0 on rank 0, 1 on rank 1"
-    )
-    assert verdict([], []) == "no call is under way"
+def a_record() -> GroupRecord:
+    """Of a rank alone, in a call."""
+    call = CallRecord(0, 0, TEXT, "under way", 97.0)
+    return GroupRecord("group 0", 0, 1, "host", 1, "", 100.0, (call,))
 
 
 def test_texts_of_files_do_not_control_the_terminal(tmp_path):
     text = f"\x1b[2Jallreduce(count={'9' * 5000})"
-    record = next(iter(records([dataclasses.replace(under_way(0), text=text)]).values()))
+    (call,) = a_record().calls
+    record = dataclasses.replace(a_record(), calls=(dataclasses.replace(call, text=text),))
     path = tmp_path / "record.json"
     path.write_text(json.dumps(dataclasses.replace(record, reason="\x07", group="\x1b]0;x").as_dict()))
     done = CliRunner().invoke(main, ["explain", str(path)])
@@ -94,7 +41,7 @@ def test_texts_of_files_do_not_control_the_terminal(tmp_path):
 
 def test_records_of_earlier_runs(tmp_path):
     """The folder was not emptied: a run of more ranks is shown apart, and an old record in place of none is noticed."""
-    (new,) = records([under_way(0)]).values()
+    new = a_record()
     others = {
         "old": dataclasses.replace(new, rank=1, size=2, written=new.written - 3600),
         "larger": dataclasses.replace(new, rank=3, size=4),

@@ -51,31 +51,6 @@ def test_nothing_to_do(name: str, in_place: bool) -> None:
     assert [op.scale for op in scaled if isinstance(op, Reduce)] == [0.5]
 
 
-def test_sums_are_in_rank_order() -> None:
-    """A rank's codes come in the order of ranks, with its own values in their place."""
-    for size in (2, 5):
-        for rank, schedule in enumerate(all_ranks("two_round", size, 8 * size)):
-            arrived = {
-                transfer.span: transfer.peer for op in schedule.ops if isinstance(op, Exchange) for transfer in op.recvs
-            }
-            (reduce,) = (op for op in schedule.ops if isinstance(op, Reduce))
-            order = [arrived[span] for span in reduce.srcs]
-            order.insert(reduce.own_index, rank)
-            assert order == list(range(size))
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_random_numbers_are_keyed_by_element(name: str) -> None:
-    """Encodes of the input are round 0, of sums round 1, and the index is the element's in the vector."""
-    for schedule in all_ranks(name, 3, 500, chunk_elements=64):
-        for op in schedule.ops:
-            if isinstance(op, Encode):
-                assert (op.index, op.round) == (op.src.start, 0)
-            if isinstance(op, Reduce):
-                assert op.out is not None
-                assert (op.index, op.round) == (op.out.start, 1)
-
-
 def chunk_of(schedule: Schedule, name: str) -> list[int | None]:
     """For each operation of a pipelined schedule, the chunk it works on, counted by kind (None: not needed here)."""
     made: dict[str, int] = {}

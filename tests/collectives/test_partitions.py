@@ -40,23 +40,6 @@ def test_codec_that_cannot_be_split_has_one_chunk() -> None:
     assert (partitioned.chunks, partitioned.granule) == (1, 1024)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
-@pytest.mark.parametrize("size", [2, 3, 4, 8, 64])
-@pytest.mark.parametrize("count", [0, 1, 1000, 1 << 16, 1 << 20, 4 << 20, 64 << 20])
-def test_default_chunk(count: int, size: int, bits: int) -> None:
-    """Messages of 48 to 160 KiB whatever the bits, at least 9 of a shard if they are not too small then."""
-    codec = MinMax(bits)
-    partitioned = partition([count], size, [codec])
-    lengths = [sum(map(len, partitioned.segments(0, k))) for k in range(partitioned.chunks)]
-    shard, chunk = (codec.encoded_nbytes(length, FLOAT32) for length in (sum(lengths), lengths[0]))
-    bucket = codec.encoded_nbytes(1024, FLOAT32)
-    assert chunk <= 160 * 1024 + bucket
-    assert partitioned.chunks == 1 or chunk >= 24 * 1024 - bucket
-    assert partitioned.chunks >= 9 or chunk <= 48 * 1024 + bucket
-    assert partitioned.chunks == 1 or 3 * (3 * size - 2) * chunk <= (3 << 20) + 3 * (3 * size - 2) * (48 * 1024)
-    assert shard <= partitioned.chunks * (chunk + bucket)
-
-
 @pytest.mark.parametrize("count", [1, 1000, 70_001, 1 << 20, 4 << 20, 64 << 20])
 @pytest.mark.parametrize("parts", [1, 2, 7, 64])
 def test_the_default_chunks_of_two_levels_are_small_at_both_ends(count: int, parts: int) -> None:

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 import pytest
-from pages import DOCS, PAGES, PROGRAMS, ROOT, SNIPPETS, blocks_of, run_mpi_program, run_snippets
+from pages import DOCS, PROGRAMS, ROOT, SNIPPETS, run_mpi_program, run_snippets
 
 import qccl
 from qccl import codecs
@@ -44,12 +44,6 @@ def test_programs(block, tmp_path):
     run_mpi_program(block, tmp_path)
 
 
-def test_every_block_of_python_is_marked():
-    """An indented block would not be run."""
-    for page in PAGES:
-        assert not re.search(r"^ {4}(import |from \w+ import )", page.read_text(), re.MULTILINE), page
-
-
 def test_the_reference_has_every_public_name():
     for name in qccl.__all__:
         assert f"qccl.{name}" in REFERENCE, name
@@ -80,27 +74,3 @@ def test_the_files_that_pages_name_exist():
         (p, each) for p in NAMES_FILES for each in re.findall(r"`([\w./-]+(?:\.(?:py|h|cpp|md)|/\w+))`", p.read_text())
     ]
     assert not [f"{page} names {path}" for page, path in named if not any((f / path).exists() for f in folders)]
-
-
-def test_no_gain_stands_without_its_model():
-    """The tables that programs write have the model, the optimiser and the computation in their heads."""
-    generated = re.compile(r"<!-- measured by (.+?) -->.*?<!-- end of \1 -->", re.DOTALL)
-    for page in PAGES:
-        text = generated.sub("", page.read_text())
-        assert not re.search(r"\d times\s+sooner|sooner\s+than\s+(with\s+)?fp32\s+at\s+\d", text), page
-
-
-def test_the_break_even_bandwidths():
-    """The table in docs/when-not.md follows from its formula and the speeds in docs/codecs.md."""
-    page, speeds = (DOCS / "when-not.md"), (DOCS / "codecs.md").read_text()
-    names: dict[str, Any] = {}
-    exec(blocks_of(page)[0].text, names)
-    rows = re.findall(
-        r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| (\d+) Gbit/s \| (\d+) Gbit/s \|$", page.read_text(), re.M
-    )
-    assert len(rows) == 3
-    for codec, encode, decode, two, eight in rows:
-        assert f"| `{codec}` | float32 | {encode} | {decode} |" in speeds
-        for ranks, stated in ((2, two), (8, eight)):
-            found = names["break_even"](ranks, float(encode) * 1e9, float(decode) * 1e9) * 8e-9
-            assert round(found) == int(stated), (codec, ranks)

@@ -58,36 +58,6 @@ def test_the_options_are_those_of_the_classes() -> None:
     assert found == wanted
 
 
-@pytest.mark.parametrize("row", OPTIONS, ids=lambda row: f"{row[0]}-{row[1]}")
-def test_the_values_of_an_option_are_those_that_are_taken(row: list[str]) -> None:
-    codec, option, _, allowed = row
-
-    def make(value: object) -> codecs.Codec:
-        needed = {"k": 1} if codec in ("dithering", "topk", "randomk") else {}
-        return codecs.CODECS[codec](**{**needed, option: value})
-
-    inside, outside = bounds(allowed)
-    for value in inside:
-        make(value)
-    for value in outside:
-        with pytest.raises(qccl.CodecError):
-            make(value)
-
-
-def bounds(allowed: str) -> tuple[list[object], list[object]]:
-    """Values that a cell allows, and values next to them that it does not."""
-    if numbers := re.match(r"(integers|multiples of 8) from (\d+) to (\d+)", allowed):
-        low, high, step = int(numbers[2]), int(numbers[3]), 1 if numbers[1] == "integers" else 8
-        words: list[object] = ["shard"] if allowed.endswith("or shard") else []
-        return [low, low + step, high, *words], [low - step, high + step, "other", *([low + 1] if step > 1 else [])]
-    if allowed.startswith("a fraction"):
-        return [1e-9, 0.5, 1.0, 1, 16384], [0, 0.0, -0.5, 1.5, 2.0, 16385]
-    words = allowed.split(", ")
-    if words == ["true", "false"]:
-        return [True, False], [2, "other"]
-    return [int(word) if word.isdigit() else word for word in words], ["other", 16]
-
-
 def test_every_collective_is_in_the_table_of_rounds_and_indices() -> None:
     named = {name for name, *_ in table("collective")[0] for name in re.findall(r"\w+", name)}
     methods = {name for name in dir(qccl.Communicator) if re.match(r"quantized_|hierarchical_|peer_exchange", name)}
