@@ -12,6 +12,7 @@ import patience
 import pytest
 from start_ranks import needs_ucx
 from thread_ranks import on_ranks
+from threads import meeting
 
 import qccl
 from qccl.errors import MismatchError, PeerLost
@@ -93,16 +94,10 @@ def transport(request, monkeypatch):
 
 def run_over(transport, size, function):
     """As qccl.run_ranks(), over a transport that connects processes."""
-    meeting, notes = threading.Barrier(size), [b""] * size
+    gather = meeting(size)
 
     def run(rank):
-        def gather(note):
-            notes[rank] = note
-            meeting.wait(60)
-            return list(notes)
-
-        made = connected_transport(transport)(gather, 60.0, is_local=True, shares_memory=True)
-        meeting.wait(60)
+        made = connected_transport(transport)(gather(rank), 60.0, is_local=True, shares_memory=True)
         comm = qccl.Communicator.from_transport(made, 60.0)
         try:
             return function(comm)

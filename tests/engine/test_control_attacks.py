@@ -5,11 +5,12 @@ Over the loopback transport, and over UCX.
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import re
 import struct
 import threading
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -26,15 +27,15 @@ from hostile import (
 )
 from schedule_cases import one_rank
 from start_ranks import needs_ucx
-from threads import CODEC, Caller, near_sum, outcomes, ramp
+from threads import CODEC, Caller, hear, near_sum, outcomes, ramp
 
 from qccl._host import RUNS_IN_FLIGHT
 from qccl.collectives.allreduce import one_shot
 from qccl.dtypes import FLOAT32
 from qccl.engine.control import CONTROL_TAG, HEADER_NBYTES, Header, Kind
 from qccl.errors import EngineError, MismatchError, PeerLost
-from qccl.transports import connected
 from qccl.transports.loopback import LoopbackTransport
+from qccl.transports.ucx import UcxTransport
 
 #: runs a function on ranks that are threads
 OVER = [pytest.param(outcomes, id="loopback"), pytest.param(outcomes_over_ucx, id="ucx", marks=needs_ucx)]
@@ -52,6 +53,7 @@ CHANGES = {
     "announces data that it lacks": lambda m: [announcing(m[:HEADER_NBYTES], encoded(LARGE))],
     "lacks the end of its data": lambda m: [m[:-1]],
     "has more data": lambda m: [m + b"x"],
+    "has data of another size, and says so": lambda m: [announcing(m[:HEADER_NBYTES], 100) + bytes(100)],
     "comes twice": lambda m: [m, m],
     "comes eleven times": lambda m: [m] * 11,
     "is followed by a few bytes": lambda m: [m, m[:8]],
@@ -85,13 +87,6 @@ OF_SIZES = {"comes twice", "is cut", "is empty", "lacks the end of its data", "d
 OF_SIZES |= {"is too short", "is much too long"}
 
 
-def cases(changes):
-    """Each change over the loopback transport, and those of sizes over UCX, where a group takes a second."""
-    names = [(name, outcomes) for name in changes]
-    over_ucx = [pytest.param(name, outcomes_over_ucx, marks=needs_ucx) for name in changes if name in OF_SIZES]
-    return names + over_ucx
-
-
 def three_calls(t, count):
     """Right sums, or an error."""
     caller = Caller(t)
@@ -113,27 +108,28 @@ def against(change, count):
     return lambda t: three_calls(Changed(t, change) if t.rank == 1 else t, count)
 
 
-def assert_blamed(error):
-    assert isinstance(error, MismatchError) and "rank 1 sent" in str(error), repr(error)
+#: messages that rank 1 changes, how, and how many elements each call has
+CHANGED = {
+    "header with data": (CHANGES_WITH_DATA, functools.partial(only_headers, sequence=1), SMALL),
+    "header without data": (CHANGES, functools.partial(only_headers, sequence=1), LARGE),
+    "data": (CHANGES_OF_DATA, only_data, LARGE),
+}
 
 
-@pytest.mark.parametrize(("name", "over"), cases(CHANGES_WITH_DATA))
-def test_a_header_with_data_that_is_wrong_ends_the_call(name, over):
-    for error in over(3, against(only_headers(CHANGES_WITH_DATA[name], 1), SMALL)):
-        assert_blamed(error)
-
-
-@pytest.mark.parametrize(("name", "over"), cases(CHANGES))
-def test_a_header_without_data_that_is_wrong_ends_the_call(name, over):
-    for error in over(3, against(only_headers(CHANGES[name], 1), LARGE)):
-        assert_blamed(error)
-
-
-@pytest.mark.parametrize(("name", "over"), cases(CHANGES_OF_DATA))
-def test_data_of_another_size_ends_the_call(name, over):
-    errors = over(3, against(only_data(CHANGES_OF_DATA[name]), LARGE))
-    for rank in (0, 2):
-        assert_blamed(errors[rank])
+@pytest.mark.parametrize(
+    ("what", "name", "over"),
+    [
+        pytest.param(what, name, *over.values, marks=over.marks, id=f"{what} {name} {over.id}")
+        for what, (changes, *_) in CHANGED.items()
+        for name in changes
+        for over in OVER[: 1 + (name in OF_SIZES)]  # over UCX a group takes a second
+    ],
+)
+def test_a_wrong_message_ends_the_call(what, name, over):
+    changes, only, count = CHANGED[what]
+    errors = over(3, against(only(changes[name]), count))
+    for error in errors[:: 2 if what == "data" else 1]:
+        assert isinstance(error, MismatchError) and "rank 1 sent" in str(error), repr(error)
 
 
 @pytest.mark.parametrize("over", OVER)
@@ -172,10 +168,8 @@ def test_sixteen_calls_ahead_are_not_too_many():
     def run(t):
         caller = Caller(t, timeout=20)
         if t.rank == 0:
-            deadline = time.monotonic() + 60
             assert all_sent.wait(60)
-            while caller.engine._loop.early < RUNS_IN_FLIGHT and time.monotonic() < deadline:
-                caller.engine.step()
+            hear(caller.engine, RUNS_IN_FLIGHT)
             for _ in range(20):
                 caller.engine.step()
             assert caller.engine._loop.early == RUNS_IN_FLIGHT
@@ -193,22 +187,9 @@ def test_sixteen_calls_ahead_are_not_too_many():
 
 @needs_ucx
 @pytest.mark.parametrize("nbytes", [-1, 1 << 62])
-def test_an_item_of_an_all_gather_that_cannot_be(nbytes):
-    """Over UCX every rank says first how much it gives."""
-    refused = threading.Event()
-
-    def run(t):
-        if t.rank == 0:
-            try:
-                return t.allgather(b"mine", 60)
-            finally:
-                refused.set()
-        length = ctypes.create_string_buffer(struct.pack("<q", nbytes), 8)
-        t.wire.send(0, connected._SET_UP_TAG, ctypes.addressof(length), 8, t.wire.SET_UP)
-        deadline = time.monotonic() + 60
-        while not refused.is_set() and time.monotonic() < deadline:
-            t.wire.progress(1)
-        return None
-
-    error, _ = outcomes_over_ucx(2, run)
-    assert isinstance(error, MismatchError) and f"rank 1 gives {nbytes} bytes" in str(error), repr(error)
+def test_an_item_of_an_all_gather_that_cannot_be(nbytes, monkeypatch):
+    """Every rank says first how much it gives."""
+    monkeypatch.setattr(UcxTransport, "_exchange", lambda *_: [struct.pack("<q", each) for each in (4, nbytes)])
+    refused = pytest.raises(MismatchError, match=f"rank 1 gives {nbytes} bytes")
+    with closing(UcxTransport(lambda note: [note], 60.0)) as transport, refused:
+        transport.allgather(b"mine", 60)

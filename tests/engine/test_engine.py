@@ -1,4 +1,4 @@
-"""The host engine on threads: runs, their order, and traces."""
+"""The host engine on threads: runs, their order, and their tags."""
 
 from __future__ import annotations
 
@@ -6,52 +6,12 @@ import threading
 
 import numpy as np
 import pytest
-from threads import Caller, Counting, address, near_sum, outcomes, ramp
+from threads import Caller, Counting, Wrapped, address, outcomes, ramp
 
-from qccl import _host, lifetime
+from qccl import _host
 from qccl._host import RUNS_IN_FLIGHT
 from qccl.engine.control import CONTROL_TAG
 from qccl.transports.loopback import LoopbackGroup
-
-
-def reduce_and_close(t):
-    caller = Caller(t)
-    y = caller.allreduce(ramp(t.rank, 1000))
-    caller.close()
-    assert not any(engine is caller.engine for engine in lifetime._kept), "all others have left, too"
-    return y
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_an_allreduce(n):
-    results = outcomes(n, reduce_and_close)
-    assert all(near_sum(y, n) for y in results)
-    assert all(y.tobytes() == results[0].tobytes() for y in results)
-
-
-# -- several runs at once ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("calls", [3, RUNS_IN_FLIGHT + 7])
-def test_runs_end_whichever_the_ranks_wait_for(calls):
-    """Ranks wait in opposite orders; more calls than tags for them line up by themselves."""
-
-    def run(t):
-        caller = Caller(t)
-        xs = [ramp(t.rank + i, 500 + i) for i in range(calls)]
-        ys = [np.empty_like(x) for x in xs]
-        runs = [caller.start(caller.program(len(x)), x, y) for x, y in zip(xs, ys, strict=True)]
-        for execution in runs if t.rank == 0 else reversed(runs):
-            execution.run()
-        assert all(e.done for e in runs)
-        caller.close()
-        return ys
-
-    results = outcomes(2, run)
-    for i in range(calls):
-        assert results[0][i].tobytes() == results[1][i].tobytes()
-        exact = ramp(i, 500 + i) + ramp(i + 1, 500 + i)
-        assert np.abs(results[0][i] - exact).max() <= 4
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -101,14 +61,8 @@ def test_runs_that_only_read_the_same_memory_go_on_together():
     assert outcomes(2, run)[0] == (True, "it is queued behind calls that have not ended")
 
 
-class Held:
+class Held(Wrapped):
     """A loop whose runs advance only where somebody waits for them."""
-
-    def __init__(self, loop):
-        self._loop = loop
-
-    def __getattr__(self, name):
-        return getattr(self._loop, name)
 
     def advance_briefly(self, on_control):
         return _host.Outcome.PAUSE
@@ -131,9 +85,6 @@ def test_thousands_of_runs_that_end_at_once_may_be_lined_up():
     caller.close()
 
 
-# -- traces --------------------------------------------------------------------------------------------------------
-
-
 def test_runs_in_flight_have_tags_of_their_own():
     def run(t):
         counting = Counting(t)
@@ -149,21 +100,3 @@ def test_runs_in_flight_have_tags_of_their_own():
 
     for found in outcomes(2, run):
         assert all(found) and sum(map(len, found)) == len(set.union(*found))
-
-
-def test_a_program_that_is_run_again_leaves_nothing_behind():
-    def run(t):
-        caller = Caller(t)
-        program = caller.program(300)
-        for i in range(50):
-            x = ramp(t.rank + i, 300)
-            y = np.empty_like(x)
-            caller.start(program, x, y).run()
-            assert np.abs(y - sum(ramp(r + i, 300) for r in range(3))).max() <= 6
-        t.allgather(b"", 5)
-        engine = caller.engine
-        left = (dict(engine._active), list(engine._queue), engine._loop.early)
-        caller.close()
-        return left
-
-    assert outcomes(3, run) == [({}, [], 0)] * 3

@@ -9,7 +9,7 @@ from collections import deque
 import numpy as np
 import pytest
 from schedule_cases import one_rank
-from threads import CODEC, Caller, near_sum, outcomes, ramp
+from threads import CODEC, Caller, Wrapped, near_sum, outcomes, ramp
 
 from qccl.collectives.allreduce import one_shot, two_round
 from qccl.dtypes import FLOAT32
@@ -20,18 +20,16 @@ from qccl.errors import PeerLost
 NEVER = 10_000.0
 
 
-class Looking:
+class Looking(Wrapped):
     """A transport that counts the looks that may wait for something."""
 
     def __init__(self, transport):
-        self._transport, self.waits = transport, 0
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
+        super().__init__(transport)
+        self.waits = 0
 
     def poll(self, *, idle):
         self.waits += idle > 0
-        return self._transport.poll(idle=idle)
+        return self.wrapped.poll(idle=idle)
 
 
 def test_stepping_by_hand_never_blocks():
@@ -81,26 +79,24 @@ def test_a_trace_has_every_node_with_its_times():
         assert len({(e.queue, *sorted(e.args.items())) for e in events}) == nodes
 
 
-class SlowLink:
+class SlowLink(Wrapped):
     """A transport that tells of sends one by one, in order, so many looks after the one before: as on a slow link."""
 
     def __init__(self, transport, looks):
-        self._transport, self._looks = transport, looks
+        super().__init__(transport)
+        self._looks = looks
         self._now = self._free = 0
         self._sends, self._ended = deque(), set()
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
 
     def send(self, peer, tag, address, nbytes, token):
         if not self._sends:
             self._free = self._now + self._looks
         self._sends.append(token)
-        self._transport.send(peer, tag, address, nbytes, token)
+        self.wrapped.send(peer, tag, address, nbytes, token)
 
     def poll(self, *, idle):
         self._now += 1
-        found = list(self._transport.poll(idle=idle))
+        found = list(self.wrapped.poll(idle=idle))
         self._ended.update(token for token in found if token in self._sends)
         found = [token for token in found if token not in self._ended]
         if self._sends and self._sends[0] in self._ended and self._now >= self._free:
@@ -128,29 +124,27 @@ def test_a_run_is_not_done_before_its_sends_are(count):
     assert outcomes(2, run) == [True] * 2
 
 
-class BadNewsFirst:
+class BadNewsFirst(Wrapped):
     """A transport that tells of sends when the second control message has come, in one look with it, and after it."""
 
     def __init__(self, transport, waits):
-        self._transport, self._waits = transport, waits  # set when nothing is left but a send
+        super().__init__(transport)
+        self._waits = waits  # set when nothing is left but a send
         self._sends, self._listening, self._held, self._heard = set(), set(), [], 0
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
 
     def send(self, peer, tag, address, nbytes, token):
         self._sends.add(token)
-        self._transport.send(peer, tag, address, nbytes, token)
+        self.wrapped.send(peer, tag, address, nbytes, token)
 
     def receive(self, peer, tag, address, nbytes, token, *, arrived=0):
         if tag == CONTROL_TAG:
             self._listening.add(token)
-        self._transport.receive(peer, tag, address, nbytes, token, arrived=arrived)
+        self.wrapped.receive(peer, tag, address, nbytes, token, arrived=arrived)
 
     def poll(self, *, idle):
         if self._heard and idle > 2:
             self._waits.set()
-        found = list(self._transport.poll(idle=idle))
+        found = list(self.wrapped.poll(idle=idle))
         self._heard += sum(token in self._listening for token in found)
         self._held += [token for token in found if token in self._sends]
         found = [token for token in found if token not in self._sends]

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from swapped_memory import COUNT, call, refused
-from threads import Caller, outcomes, ramp
 
 import qccl
 from qccl import _host
@@ -120,23 +119,6 @@ def test_memory_that_two_runs_share():
         assert ours.conflicts(theirs) == theirs.conflicts(ours) == expected
         found.append(expected)
     assert 500 < sum(found) < 2500
-
-
-def test_an_empty_array_shares_no_memory():
-    """It may lie inside another call's array, and its call need not wait."""
-
-    def run(t):
-        caller = Caller(t)
-        memory = ramp(t.rank, 200)
-        first = caller.start(caller.program(200), memory, memory)
-        second = caller.start(caller.program(0), memory[50:50], memory[50:50])
-        begun = second.begun
-        for each in (first, second):
-            each.run()
-        caller.close()
-        return begun
-
-    assert outcomes(2, run) == [True, True]
 
 
 @pytest.mark.parametrize("planned", [False, True])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
+
+from threads import Wrapped, meeting, outcomes_of_ranks
 
 from qccl.engine.control import CONTROL_TAG, HEADER_NBYTES
 from qccl.transports.ucx import UcxTransport
@@ -22,25 +23,23 @@ _SECONDS = 30.0
 Change = Callable[[int, int, bytes], Sequence[bytes]]
 
 
-class Changed:
+class Changed(Wrapped):
     """A transport that sends ``change(peer, tag, message)`` in place of each message."""
 
     wire = None  # the engine calls the methods of this class
 
     def __init__(self, transport, change: Change) -> None:
-        self._transport, self._change = transport, change
+        super().__init__(transport)
+        self._change = change
         self._kept: list[object] = []  # the memory of what was sent
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
 
     @property
     def progress_hook(self):
-        return self._transport.progress_hook
+        return self.wrapped.progress_hook
 
     @progress_hook.setter
     def progress_hook(self, hook):
-        self._transport.progress_hook = hook
+        self.wrapped.progress_hook = hook
 
     def send(self, peer, tag, address, nbytes, token):
         messages = self._change(peer, tag, ctypes.string_at(address, nbytes))
@@ -48,52 +47,30 @@ class Changed:
             memory = ctypes.create_string_buffer(message, max(len(message), 1))
             self._kept.append(memory)
             its_token = _FOREIGN_TOKEN + len(self._kept) if i else token
-            self._transport.send(peer, tag, ctypes.addressof(memory), len(message), its_token)
+            self.wrapped.send(peer, tag, ctypes.addressof(memory), len(message), its_token)
 
 
-class Recorded:
+class Recorded(Wrapped):
     """A transport that keeps what it sends, as (peer, tag, bytes)."""
 
     def __init__(self, transport) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self.sent: list[tuple[int, int, bytes]] = []
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
 
     def send(self, peer, tag, address, nbytes, token):
         self.sent.append((peer, tag, ctypes.string_at(address, nbytes)))
-        self._transport.send(peer, tag, address, nbytes, token)
+        self.wrapped.send(peer, tag, address, nbytes, token)
 
 
 def outcomes_over_ucx(n: int, fn: Callable[[UcxTransport], Any]) -> list[Any]:
     """As threads.outcomes(), over UCX: what ``fn(transport)`` returned on each of ``n`` threads, or its exception."""
-    meeting, notes = threading.Barrier(n), [b""] * n
-    found: list[Any] = [TimeoutError("still running")] * n
+    gather = meeting(n)
 
-    def run(rank: int) -> None:
-        def gather(note: bytes) -> list[bytes]:
-            notes[rank] = note
-            meeting.wait(_SECONDS)
-            return list(notes)
+    def run(rank: int) -> Any:
+        with closing(UcxTransport(gather(rank), _SECONDS, master="127.0.0.1")) as transport:
+            return fn(transport)
 
-        try:
-            transport = UcxTransport(gather, _SECONDS, master="127.0.0.1")
-            meeting.wait(_SECONDS)
-            try:
-                found[rank] = fn(transport)
-            finally:
-                transport.close()
-        except BaseException as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(n)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 2 * _SECONDS
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return found
+    return outcomes_of_ranks(n, run, 2 * _SECONDS)
 
 
 def only_headers(change: Callable[[bytes], Sequence[bytes]], sequence: int) -> Change:

@@ -27,29 +27,48 @@ CODEC = get("minmax8:bucket=64")
 def outcomes(n: int, fn: Callable[[LoopbackTransport], Any]) -> list[Any]:
     """What ``fn(transport)`` returned on each of ``n`` ranks, or the exception it raised."""
     group = LoopbackGroup(n)
+    return outcomes_of_ranks(n, lambda rank: fn(group.transport(rank)), 30)
+
+
+def outcomes_of_ranks(n: int, fn: Callable[[int], Any], seconds: float) -> list[Any]:
+    """The same of ``fn(rank)`` in threads that have so many seconds."""
     found: list[Any] = [TimeoutError("still running")] * n
 
     def run(rank: int) -> None:
         try:
-            found[rank] = fn(group.transport(rank))
+            found[rank] = fn(rank)
         except BaseException as error:
             found[rank] = error
 
     threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}", daemon=True) for r in range(n)]
     for thread in threads:
         thread.start()
-    limit = patience.Limit(30)
+    limit = patience.Limit(seconds)
     for thread in threads:
         thread.join(limit.left())
     return found
 
 
+def meeting(size: int) -> Callable[[int], Callable[[bytes], list[bytes]]]:
+    """By rank, the gather of threads that meet: it returns the notes of all."""
+    barrier, notes = threading.Barrier(size), [b""] * size
+
+    def gather(rank: int) -> Callable[[bytes], list[bytes]]:
+        def meet(note: bytes) -> list[bytes]:
+            notes[rank] = note
+            barrier.wait(120)
+            found = list(notes)
+            barrier.wait(120)
+            return found
+
+        return meet
+
+    return gather
+
+
 def hear(engine: HostEngine, headers: int) -> None:
     """Step until that many headers have come, of calls that this rank has not made."""
-    limit = patience.Limit(30)
-    while engine._loop.early < headers:
-        assert limit.left(), f"{engine._loop.early} of {headers} headers have come"
-        engine.step()
+    patience.wait_until(lambda: engine._loop.early >= headers, engine.step, what=f"{headers} headers come")
 
 
 def address(x: np.ndarray) -> int:
@@ -137,18 +156,26 @@ class Caller:
         self.transport.close()
 
 
-class Counting:
+class Wrapped:
+    """Passes on what it does not define to ``wrapped``: a transport, for example."""
+
+    def __init__(self, wrapped):
+        self.wrapped = wrapped
+
+    def __getattr__(self, name):
+        return getattr(self.wrapped, name)
+
+
+class Counting(Wrapped):
     """A transport that counts what it sends, by tag."""
 
     def __init__(self, transport):
-        self._transport, self.sent = transport, []
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
+        super().__init__(transport)
+        self.sent = []
 
     def send(self, peer, tag, address, nbytes, token):
         self.sent.append((peer, tag, nbytes))
-        self._transport.send(peer, tag, address, nbytes, token)
+        self.wrapped.send(peer, tag, address, nbytes, token)
 
 
 def ramp(rank: int, count: int) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from patience import wait_until
+from threads import meeting
 
 import qccl
 from qccl.transports import topology
@@ -89,20 +90,10 @@ def group(
 
     With ``ranks_each`` so many ranks share a machine and its memory; otherwise none do.
     """
-    barrier, notes = threading.Barrier(size), [b""] * size
+    gather = meeting(size)
     made, calls, stop = threading.Barrier(size + 1), [0] * size, threading.Event()
     addresses: list[bytes] = []
     ports: list[int] = []
-
-    def gather(rank: int) -> Callable[[bytes], Sequence[bytes]]:
-        def meet(note: bytes) -> Sequence[bytes]:
-            notes[rank] = note
-            barrier.wait(120)
-            found = list(notes)
-            barrier.wait(120)
-            return found
-
-        return meet
 
     def run(rank: int) -> None:
         machine.number = 1 + rank // ranks_each if ranks_each else 0
