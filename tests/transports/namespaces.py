@@ -13,7 +13,7 @@ import pytest
 
 from qccl.bench import lab
 
-__all__ = ["NEEDS_LAB", "cable", "inside", "ip", "linked", "namespaces", "start"]
+__all__ = ["NEEDS_LAB", "cable", "inside", "ip", "linked", "namespaces", "outputs", "start", "started"]
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS_LAB = [
@@ -70,3 +70,22 @@ def start(machine: str, *arguments: str, **environment: str) -> subprocess.Popen
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+@contextmanager
+def started(machine: str, *command: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """As start(); the process ends with the block."""
+    process = start(machine, *command, **environment)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def outputs(machines: list[str], *command: str, **environment: str | list[str]) -> list[str]:
+    """The texts that two ranks write, one on each machine; a variable may have a value for each."""
+    place = {"WORLD_SIZE": "2", "MASTER_PORT": "29500", "RANK": ["0", "1"]} | environment
+    one, other = ({name: each if isinstance(each, str) else each[i] for name, each in place.items()} for i in (0, 1))
+    with started(machines[0], *command, **one) as first, started(machines[1], *command, **other) as second:
+        return [each.communicate(timeout=90)[0] for each in (first, second)]

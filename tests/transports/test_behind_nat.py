@@ -11,11 +11,13 @@ from pathlib import Path
 
 import patience
 import pytest
-from namespaces import NEEDS_LAB, cable, inside, ip, namespaces, start
+import site_ranks
+from namespaces import NEEDS_LAB, cable, inside, ip, namespaces, outputs
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [*NEEDS_LAB, pytest.mark.skipif(not shutil.which("nft"), reason="nft was not found; install nftables")]
 
+TOKEN = "a token for tests only"
 #: what the router between the two does: masquerade, and no connections to the inside
 RULES = """
 add table ip nat
@@ -51,71 +53,15 @@ def machines() -> Iterator[list[str]]:
         yield [public, private, private2]
 
 
-@contextmanager
-def started(machine: str, *command: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    process = start(machine, *command, **{"QCCL_TOKEN": "a token for tests only"} | environment)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def outputs(machines: list[str], path: str, **environment: str | list[str]) -> list[str]:
-    """The texts that two ranks write, one on each machine; a variable may have a value for each."""
-    place = {"WORLD_SIZE": "2", "MASTER_PORT": "29500", "RANK": ["0", "1"]} | environment
-    one, other = ({name: each if isinstance(each, str) else each[i] for name, each in place.items()} for i in (0, 1))
-    with started(machines[0], path, **one) as first, started(machines[1], path, **other) as second:
-        return [each.communicate(timeout=90)[0] for each in (first, second)]
-
-
 def test_the_first_program_of_the_readme(machines: list[str], tmp_path: Path) -> None:
     """One of the two ranks can be reached."""
     found = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert found is not None
     path = tmp_path / "sum.py"
     path.write_text(found[1] + "\nprint(comm.size, comm.transport.name, comm.rank)\n")
-    texts = outputs(machines[:2], str(path), MASTER_ADDR="198.51.100.1")
+    texts = outputs(machines[:2], str(path), MASTER_ADDR="198.51.100.1", QCCL_TOKEN=TOKEN)
     assert [text[-8:] for text in texts] == ["2 wan 0\n", "2 wan 1\n"], texts
 
-
-#: Two ranks call, then a third process joins from the second site, and all call again, also in a smaller group.
-GROWS = """
-import pathlib, subprocess, sys, time
-
-import numpy as np
-
-import qccl
-
-
-def check(comm):
-    x = np.arange(500_000, dtype=np.float32) % 17
-    comm.quantized_allreduce(x, codec="none")
-    assert (x == np.arange(500_000) % 17 * comm.size).all()
-
-
-place = pathlib.Path(__file__).with_name("address")
-if sys.argv[1:] == ["joins"]:
-    comm = qccl.join(place.read_text(), timeout=40)
-else:
-    comm = qccl.init(backend="host", timeout=40)
-    check(comm)
-    if comm.rank == 0:
-        place.with_name("part").write_text(comm.address)
-        place.with_name("part").rename(place)
-    else:
-        while not place.exists():
-            time.sleep(0.05)
-        third = subprocess.Popen([sys.executable, __file__, "joins"], stdout=subprocess.DEVNULL)
-    comm = comm.grow(3, timeout=40)
-check(comm)
-check(comm.split(0, -comm.rank))
-comm = comm.shrink(timeout=40)
-check(comm)
-print(comm.size, comm.transport.name, comm.rank)
-if comm.rank == 1:
-    assert third.wait(timeout=40) == 0
-"""
 
 #: of the public machine's sshd
 SSHD = """
@@ -173,11 +119,10 @@ def listening(machine: str) -> set[int]:
 @pytest.mark.skipif(not Path("/usr/sbin/sshd").exists(), reason="sshd was not found; install openssh-server")
 def test_two_sites_behind_nat_by_ssh(machines: list[str], tmp_path: Path) -> None:
     """The commands of docs/howto/behind-nat.md. Nobody can call the sites, which have one private address."""
-    path = tmp_path / "grows.py"
-    path.write_text(GROWS)
     public, *private = machines
     ports = {private[0]: [29517, *range(30000, 30016)], private[1]: [*range(30100, 30116)]}
     with forwarded(public, ports, tmp_path):
         advertised = [f"198.51.100.1:{each[-16]}-{each[-1]}" for each in ports.values()]
-        texts = outputs(private, str(path), MASTER_ADDR="198.51.100.1", QCCL_WAN_ADVERTISE=advertised)
+        place = {"MASTER_ADDR": "198.51.100.1", "QCCL_WAN_ADVERTISE": advertised, "QCCL_TOKEN": TOKEN}
+        texts = outputs(private, site_ranks.__file__, "500000", str(tmp_path), **place)
     assert [text[-8:] for text in texts] == ["3 wan 0\n", "3 wan 1\n"], texts

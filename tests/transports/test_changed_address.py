@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import patience
 import pytest
-from namespaces import NEEDS_LAB, inside, ip, linked, start
+from namespaces import NEEDS_LAB, inside, ip, linked, started
 
 pytestmark = NEEDS_LAB
 
@@ -44,22 +45,20 @@ def machines() -> Iterator[list[str]]:
         yield names
 
 
-def start_rank(machine: str, rank: int, stop: Path) -> subprocess.Popen[str]:
-    place = {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "10.99.7.1", "MASTER_PORT": "29500"}
-    settings = {"QCCL_TRANSPORT": "wan", "QCCL_TOKEN": "a token for tests only"}
-    return start(machine, "-c", PROGRAM, str(patience.factor()), str(stop), **place, **settings)
-
-
 @pytest.mark.parametrize("moving", [0, 1], ids=["of the rank that is called", "of the rank that calls"])
 def test_an_address_changes_during_calls(machines: list[str], tmp_path: Path, moving: int) -> None:
     """The old connections break after the four seconds that TCP waits for an answer.
 
     Rank 1 calls rank 0. Where rank 0's address is another one, rank 0 calls rank 1 instead.
     """
-    stop = tmp_path / "stop"
-    ranks = [start_rank(machine, rank, stop) for rank, machine in enumerate(machines)]
+    stop, place = tmp_path / "stop", {"WORLD_SIZE": "2", "MASTER_ADDR": "10.99.7.1", "MASTER_PORT": "29500"}
+    place |= {"QCCL_TRANSPORT": "wan", "QCCL_TOKEN": "a token for tests only"}
     old, new = f"10.99.7.{moving + 1}", f"10.99.7.{moving + 11}"
-    try:
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(started(machine, "-c", PROGRAM, str(patience.factor()), str(stop), **place, RANK=rank))
+            for rank, machine in zip("01", machines, strict=True)
+        ]
         heard = ranks[0].stdout
         assert heard is not None
         assert heard.readline() == "10\n"
@@ -72,10 +71,6 @@ def test_an_address_changes_during_calls(machines: list[str], tmp_path: Path, mo
         for rank in ranks:
             text = rank.communicate(timeout=60 * patience.factor())[0]
             assert rank.returncode == 0 and text.endswith("done\n"), text
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
 
 
 def connections(machine: str, address: str) -> int:
