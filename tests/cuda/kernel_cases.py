@@ -40,12 +40,12 @@ class Runs(Protocol):
         """As a device would, in the memory of ``arrays``; ``failed``: after a failure of the communicator."""
 
 
-def memory_argument(addresses: Sequence[int], lr: float, number: np.ndarray, failed: np.ndarray) -> np.ndarray:
-    """Memory of jobs.h: the buffers, the learning rate, and where the call's number and the flag of failures are."""
+def memory_argument(addresses: Sequence[int], lr: float, number: int, failed: int) -> np.ndarray:
+    """Memory of jobs.h: the buffers, the learning rate, and the call's number and flag of failures, by addresses."""
     memory = np.zeros(cuda_source.MEMORY_WORDS, np.uint64)
     memory[: len(addresses)] = addresses
     memory[cuda_source.LR_WORD] = np.array([lr, 0], np.float32).view(np.uint64)[0]
-    memory[cuda_source.CALL_WORD], memory[cuda_source.FAILED_WORD] = number.ctypes.data, failed.ctypes.data
+    memory[cuda_source.CALL_WORD], memory[cuda_source.FAILED_WORD] = number, failed
     return memory
 
 
@@ -79,7 +79,8 @@ class Prepared:
         scratch, parameters = np.zeros(launch.scratch_nbytes + 8, np.uint8), launch.parameters.copy()
         parameters["scratch"], parameters["blocks"] = scratch.ctypes.data, launch.blocks.ctypes.data
         tables = [np.array(table.ctypes.data, np.uint64) for table in (launch.jobs, launch.sources)]
-        memory = memory_argument([buffer.ctypes.data for buffer in buffers], self.lr, number, flag)
+        addresses = [buffer.ctypes.data for buffer in buffers]
+        memory = memory_argument(addresses, self.lr, number.ctypes.data, flag.ctypes.data)
         pointers = (ctypes.c_void_p * 4)(*(each.ctypes.data for each in (*tables, parameters, memory)))
         for name in launch.kernels:
             fake_kernels.work(name, launch.geometry, ctypes.addressof(pointers))()

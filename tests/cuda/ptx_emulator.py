@@ -208,7 +208,7 @@ class PtxEmulator:
         if not launch.kernels:
             return
         number, flag = np.array([call, 0], np.uint64), np.array([failed], np.uint32)
-        memory = memory_argument(arrays.addresses, lr, number, flag)
+        memory = memory_argument(arrays.addresses, lr, number.ctypes.data, flag.ctypes.data)
         room = np.zeros(launch.scratch_nbytes + 16, np.uint8)
         scratch = room[-room.ctypes.data % 16 :][: launch.scratch_nbytes]
         parameters = launch.parameters.copy()

@@ -9,7 +9,7 @@ import kernel_calls
 import numpy as np
 from codec_table import TABLE, oracle_of
 from kernel_calls import KINDS, hard_values
-from kernel_cases import Prepared
+from kernel_cases import Case, Operations, Prepared
 from oracle import RngCounter
 from spans import Arrays
 
@@ -19,7 +19,7 @@ from qccl.cuda import source as cuda_source
 from qccl.dtypes import BFLOAT16, FLOAT32, DType
 from qccl.schedule import Commit, Reduce, State, StateBuffer
 
-__all__ = ["COMMITS", "STATE_CASES", "CommitCase", "Commits", "StateCase", "StateOperations"]
+__all__ = ["COMMITS", "STATE_CASES", "AnyCase", "CommitCase", "Commits", "StateCase", "StateOperations", "prepared"]
 
 RANK, LR, MU, BETA = 2, 0.3, 0.9, 0.95
 
@@ -130,6 +130,18 @@ class Commits(Prepared):
             kept.append(StateBuffer(self.arrays.add(old), self.arrays.add(new), dtype))
         launch = cuda_source.launch([Commit(guards, tuple(kept))], RANK, case.dtype, self.arrays.place)
         self.launches = {"commit": launch}
+
+
+AnyCase = Case | StateCase | CommitCase
+
+
+def prepared(case: AnyCase) -> Prepared:
+    match case:
+        case Case():
+            return Operations(case)
+        case StateCase():
+            return StateOperations(case)
+    return Commits(case)
 
 
 def state_cases() -> Iterator[StateCase]:

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from kernel_cases import CASES, Case, Operations, Prepared
 from ptx_emulator import Fault, PtxEmulator, nvrtc_13
-from state_cases import CommitCase, Commits, StateCase, StateOperations
+from state_cases import AnyCase, CommitCase, StateCase, prepared
 
 from qccl import codecs, dtypes
 from qccl.codecs import MinMax, OneBit
@@ -42,11 +42,6 @@ SENDER = StateCase(DITHERED, FLOAT32, "a sender", BFLOAT16, "normal")
 OWNER = StateCase(DITHERED, FLOAT32, "an owner", FLOAT32, "normal")
 FINITE, SPOILT = CommitCase(FLOAT32, None, 0.0), CommitCase(FLOAT32, 8999, float("inf"))
 AFTER_A_FAILURE = CommitCase(FLOAT32, 0, "a failure")
-AnyCase = StateCase | CommitCase
-
-
-def prepared(case: AnyCase) -> Prepared:
-    return StateOperations(case) if isinstance(case, StateCase) else Commits(case)
 
 
 # -- in lines of PTX -------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kernel_cases import CASES, Case, Operations, Prepared, TwoOutliers
+from kernel_cases import CASES, Case, Operations, TwoOutliers
 from ptx_emulator import ARCHITECTURES, PtxEmulator, nvrtc_13
-from state_cases import COMMITS, STATE_CASES, CommitCase, Commits, StateCase, StateOperations
+from state_cases import COMMITS, STATE_CASES, AnyCase, StateCase, prepared
 
 from qccl.codecs import MinMax
 from qccl.cuda import source as cuda_source
@@ -23,16 +23,6 @@ from qccl.dtypes import BFLOAT16
 pytestmark = [pytest.mark.starts_first, pytest.mark.processes]
 
 HEADERS = Path(cuda_source.__file__).parent.parent / "kernels" / "cuda"
-AnyCase = Case | StateCase | CommitCase
-
-
-def prepared(case: AnyCase) -> Prepared:
-    match case:
-        case Case():
-            return Operations(case)
-        case StateCase():
-            return StateOperations(case)
-    return Commits(case)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,6 @@ _KINDS = ("encode", "decode", "reduce")
 _TILED = ("minmax8", "minmax4", "minmax8:rounding=stochastic", "cast:dtype=float8_e4m3", "onebit", "none")
 #: what is measured of each codec; trellis' search takes many times as long as a copy
 _SPECS = {**dict.fromkeys(_TILED, _KINDS), "trellis4": ("decode",)}
-#: the kernels of which first_figures() tells the rate
-_FIRST = (("encode", "minmax4", dtypes.BFLOAT16), ("reduce", "minmax8", dtypes.BFLOAT16))
 _NCCL_FLOAT32, _NCCL_SUM = 7, 0
 
 
@@ -71,30 +69,12 @@ def _schedule(kind: str, codec: Codec, dtype: DType, count: int, jobs: int) -> t
 
 def measure(mebibytes: int = 64, jobs: int = 8, repeats: int = 20) -> dict[str, Any]:
     """Bytes per second of each kernel on ``jobs`` arrays of ``mebibytes``, and the share of the copy's rate."""
-    from qccl.cuda.engine import CudaEngine
-
-    gpu = cuda_libraries()
-    stream = gpu.cupy.cuda.Stream(non_blocking=True)
-    copied = _copy_rate(stream, jobs * mebibytes << 20, repeats)
-    figures: dict[str, Any] = {"copy_gb_per_s": copied / 1e9, "limit": LIMIT, "peers": _PEERS}
-    report("copy_gb_per_s", figures["copy_gb_per_s"])
+    stream = cuda_libraries().cupy.cuda.Stream(non_blocking=True)
+    figures: dict[str, Any] = {"limit": LIMIT, "peers": _PEERS}
     figures["nccl_allreduce_of_one_rank_gb_per_s"] = _nccl_rate(stream, jobs * mebibytes << 20, repeats) / 1e9
-    engine = CudaEngine(Mirror(1))
-    for dtype in (dtypes.FLOAT32, dtypes.BFLOAT16, dtypes.FLOAT16):
-        count = (mebibytes << 20) // dtype.itemsize
-        memory = _memory(dtype, count * jobs)
-        for spec, kinds in _SPECS.items():
-            codec = codecs.get(spec)
-            _run(engine, _schedule("fill", codec, dtype, count, jobs)[0], memory, stream)()
-            for kind in kinds:
-                schedule, moved = _schedule(kind, codec, dtype, count, jobs)
-                rate = moved / _seconds(_run(engine, schedule, memory, stream), stream, repeats)
-                found = {"gb_per_s": rate / 1e9, "share_of_copy": rate / copied}
-                figures[f"{kind} {spec} {dtype}"] = report(f"{kind} {spec} {dtype}", found)
-        del memory
-    engine.close(30)
-    asked = [(kind, spec, dtypes.get(name)) for spec, kinds in _SPECS.items() for kind in kinds for name in _MEASURED]
-    _add_predictions(figures, device_names()[engine.device.number], asked)
+    figures |= _rates(
+        dict.fromkeys((dtypes.FLOAT32, dtypes.BFLOAT16, dtypes.FLOAT16), _SPECS), mebibytes, jobs, repeats
+    )
     slow = [
         f"{name} {figures[name]['share_of_copy']:.0%}"
         for name in (f"{k} minmax{b} {t}" for k in _KINDS for b in (8, 4) for t in _MEASURED)
@@ -106,42 +86,35 @@ def measure(mebibytes: int = 64, jobs: int = 8, repeats: int = 20) -> dict[str, 
 
 def first_figures(mebibytes: int = 64, jobs: int = 4, repeats: int = 10) -> dict[str, Any]:
     """The rate of a copy and of two kernels on ``jobs`` arrays of ``mebibytes``, in seconds rather than minutes."""
+    return _rates({dtypes.BFLOAT16: {"minmax4": ("encode",), "minmax8": ("reduce",)}}, mebibytes, jobs, repeats)
+
+
+def _rates(
+    chosen: Mapping[DType, Mapping[str, Sequence[str]]], mebibytes: int, jobs: int, repeats: int
+) -> dict[str, Any]:
+    """The rates of a copy and of kernels: of each element type, the codecs with what is measured of them."""
     from qccl.cuda.engine import CudaEngine
 
-    engine = CudaEngine(Mirror(1))
-    stream = cuda_libraries().cupy.cuda.Stream(non_blocking=True)
+    stream, engine = cuda_libraries().cupy.cuda.Stream(non_blocking=True), CudaEngine(Mirror(1))
     copied = _copy_rate(stream, jobs * mebibytes << 20, repeats)
-    figures: dict[str, Any] = {"copy_gb_per_s": copied / 1e9}
-    for name, (run, moved) in _first_runs(engine, mebibytes, jobs, stream).items():
-        rate = moved / _seconds(run, stream, repeats)
-        figures[name] = {"gb_per_s": rate / 1e9, "share_of_copy": rate / copied}
-    engine.close(30)
-    _add_predictions(figures, device_names()[engine.device.number], _FIRST)
-    return figures
-
-
-def run_once() -> None:
-    """Run the kernels of first_figures() once, under a profiler."""
-    from qccl.cuda.engine import CudaEngine
-
-    engine = CudaEngine(Mirror(1))
-    stream = cuda_libraries().cupy.cuda.Stream(non_blocking=True)
-    for run, _ in _first_runs(engine, 32, 2, stream).values():
-        run()
-    stream.synchronize()
-    engine.close(30)
-
-
-def _first_runs(engine: Any, mebibytes: int, jobs: int, stream: Any) -> dict[str, tuple[Callable[[], None], int]]:
-    """What enqueues each kernel of _FIRST, and the bytes that it moves."""
-    runs = {}
-    for kind, spec, dtype in _FIRST:
-        codec, count = codecs.get(spec), (mebibytes << 20) // dtype.itemsize
+    figures: dict[str, Any] = {"copy_gb_per_s": report("copy_gb_per_s", copied / 1e9)}
+    asked = []
+    for dtype, specs in chosen.items():
+        count = (mebibytes << 20) // dtype.itemsize
         memory = _memory(dtype, count * jobs)
-        _run(engine, _schedule("fill", codec, dtype, count, jobs)[0], memory, stream)()
-        schedule, moved = _schedule(kind, codec, dtype, count, jobs)
-        runs[f"{kind} {spec} {dtype}"] = _run(engine, schedule, memory, stream), moved
-    return runs
+        for spec, kinds in specs.items():
+            codec = codecs.get(spec)
+            _run(engine, _schedule("fill", codec, dtype, count, jobs)[0], memory, stream)()
+            for kind in kinds:
+                schedule, moved = _schedule(kind, codec, dtype, count, jobs)
+                rate = moved / _seconds(_run(engine, schedule, memory, stream), stream, repeats)
+                found = {"gb_per_s": rate / 1e9, "share_of_copy": rate / copied}
+                figures[f"{kind} {spec} {dtype}"] = report(f"{kind} {spec} {dtype}", found)
+                asked += [(kind, spec, dtype)] * (dtype.name in _MEASURED)
+        del memory
+    engine.close(30)
+    _add_predictions(figures, device_names()[engine.device.number], asked)
+    return figures
 
 
 def _copy_rate(stream: Any, nbytes: int, repeats: int) -> float:

@@ -49,10 +49,10 @@ def _of(module: str, function: str) -> Callable[[], dict[str, Any]]:
 
 
 def kernels() -> dict[str, Any]:
-    """Every codec, element type, bucket and alignment against the host's bytes."""
-    from codec_kernels import cases, check_apart
+    """Every codec, element type, bucket, alignment and kind of state against the host's bytes."""
+    from codec_kernels import EVERY, check_apart
 
-    return check_apart(range(len(list(cases()))))
+    return check_apart(range(len(EVERY)))
 
 
 def streams() -> dict[str, Any]:
@@ -86,13 +86,11 @@ SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
     "large": (_of("large", "check"), 60),  # more than 2^31 elements
     "memcheck": (_of("sanitizer", "memcheck"), 190),
     "racecheck": (_of("sanitizer", "racecheck"), 190),
-    "auto": (_of("choices", "check"), 60),  # the choice of codec="auto" beside the best fixed one
     "driver": (_of("triage", "driver"), 30),
     "codecs": (_of("triage", "codecs"), 70),
     "nccl": (_of("triage", "nccl"), 50),
     "rates": (_of("triage", "rates"), 40),
     "sanitizer": (_of("sanitizer", "one_case_each"), 60),
-    "profile": (_of("triage", "profile"), 50),
 }
 #: A machine may be available for ten minutes at a time only. So the limits of a run's sections are six and a half
 #: minutes together, and those of the triage five. Where there is no extension, building.py takes up to 100 s more.
@@ -100,11 +98,10 @@ RUNS = {
     "1": ("kernels", "streams", "graphs", "dispatch", "overlap", "bandwidth"),
     "2": ("staged", "ranks", "faults", "torch", "jax", "large"),
     "3": ("memcheck", "racecheck"),
-    "4": ("auto",),
-    "triage": ("driver", "codecs", "nccl", "rates", "sanitizer", "profile"),
+    "triage": ("driver", "codecs", "nccl", "rates", "sanitizer"),
 }
-#: a machine without these tools is good enough
-OPTIONAL = ("sanitizer", "profile")
+#: a machine without compute-sanitizer is good enough
+OPTIONAL = ("sanitizer",)
 #: the sections that must pass; those of the triage ask less of the same
 REQUIRED = [name for name in SECTIONS if name not in RUNS["triage"]]
 RUN_SECONDS, TRIAGE_SECONDS = 380, 300
@@ -141,7 +138,7 @@ def run_apart(name: str, logs: Path) -> dict[str, Any]:
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{name}.txt"
     nccl = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(logs / f"{name}-nccl.%h.%p.txt")}
-    places = (ROOT, ROOT / "tests" / "support", ROOT / "tests" / "gpu", os.environ.get("PYTHONPATH"))
+    places = (ROOT, *(ROOT / "tests" / name for name in ("support", "cuda", "gpu")), os.environ.get("PYTHONPATH"))
     environment = nccl | os.environ | {"PYTHONPATH": os.pathsep.join(str(place) for place in places if place)}
     command, in_time = [sys.executable, str(Path(__file__)), "--inside", name, str(limit)], True
     with contextlib.ExitStack() as end:
@@ -281,7 +278,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)} (all but the triage's)"
     )
-    parser.add_argument("--run", choices=RUNS, help="triage: the most decisive checks; 1 to 4: all others")
+    parser.add_argument("--run", choices=RUNS, help="triage: the most decisive checks; 1 to 3: all others")
     parser.add_argument("-o", "--output", type=Path, help="the results file (docs/results/<gpu>-<date>.json)")
     parser.add_argument("--list", action="store_true", help="print the sections with their limits, and run nothing")
     parser.add_argument("--inside", nargs=2, help=argparse.SUPPRESS)

@@ -252,13 +252,7 @@ def _faults() -> dict[str, Any]:
     return found
 
 
-def _auto() -> dict[str, Any]:
-    from choices import one_rank
-
-    return one_rank()
-
-
 if __name__ == "__main__":
     stacks_before(_SECONDS)
     _use_device()
-    print(json.dumps({"calls": _calls, "faults": _faults, "auto": _auto}[sys.argv[1]]()), flush=True)
+    print(json.dumps({"calls": _calls, "faults": _faults}[sys.argv[1]]()), flush=True)
