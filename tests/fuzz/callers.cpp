@@ -16,8 +16,9 @@
 #include <vector>
 
 #include "../../kernels/engine/wan.h"
+#include "../../kernels/engine/wan_frames.h"
 #include "../../kernels/engine/wan_sockets.h"
-#include "frame_inputs.h"
+#include "target.h"
 
 namespace {
 
@@ -48,6 +49,42 @@ using wan::Kind;
 constexpr int kRanks = 3, kConnections = 2;
 constexpr std::size_t kMostCallers = 4;
 const std::string kGroup(wan::kNonceNbytes, 'a');
+
+// Bytes of a message. Few are of several parts: those take long.
+std::size_t size(Input& input) {
+  const unsigned kind = input.byte();
+  return kind < 240 ? kind : wan::kPartNbytes * (kind % 5) + input.byte();
+}
+
+std::vector<unsigned char> frame_bytes(const wan::Head& head, const std::vector<unsigned char>& data) {
+  std::vector<unsigned char> found(sizeof head + data.size());
+  std::memcpy(found.data(), &head, sizeof head);
+  if (!data.empty()) std::memcpy(found.data() + sizeof head, data.data(), data.size());
+  return found;
+}
+
+// A frame (kernels/engine/wan_frames.h) that the input describes in a few bytes, so that most are nearly right.
+std::vector<unsigned char> frame(Input& input, wan::Kind kind) {
+  Head head;
+  head.kind = kind;
+  head.tag = static_cast<int>(input.byte() % 4);
+  const unsigned form = input.byte();
+  head.index = form & 1 ? input.take<std::uint64_t>() : input.byte() % 8;
+  head.total = form & 2 ? input.take<std::uint64_t>() : size(input);
+  head.offset = form & 4 ? input.take<std::uint64_t>() : wan::kPartNbytes * (input.byte() % 4);
+  const std::uint64_t rest = head.total >= head.offset ? head.total - head.offset : 0;
+  head.nbytes = form & 8 ? input.take<std::uint32_t>() : static_cast<std::uint32_t>(std::min<std::uint64_t>(wan::kPartNbytes, rest));
+  if (kind != Kind::data && !(form & 8)) head.nbytes = 0;
+  const std::size_t nbytes = std::min<std::size_t>(head.nbytes, wan::kPartNbytes + 1);
+  return frame_bytes(head, std::vector<unsigned char>(nbytes, static_cast<unsigned char>(form)));
+}
+
+// Bytes as they are in the input.
+std::vector<unsigned char> plain_bytes(Input& input) {
+  std::vector<unsigned char> found(std::min<std::size_t>(input.take<std::uint16_t>(), input.left()));
+  input.take(found.data(), found.size());
+  return found;
+}
 
 // What the wire reports.
 struct Fault {};

@@ -16,20 +16,16 @@ from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 
-import hostile
 import kernel_calls
 import numpy as np
 import patience
 import runs
-import threads
 import wan_wires
 from codec_table import ALL
-from fuzz_headers import calls
 
 import qccl
 from qccl import codecs, dtypes
 from qccl.codecs import Codec
-from qccl.collectives.allreduce import one_shot, two_round
 from qccl.costs import group
 from qccl.records import write_record
 from qccl.transports.channel import frame
@@ -75,22 +71,6 @@ def codec_inputs() -> Inputs:
             yield struct.pack("<HBBBHBIB", number, dtype.code, flags, 1, count - 1, 0, 0, 0) + wire
 
 
-def header_inputs() -> Inputs:
-    """Honest calls; and the control messages of real ones."""
-    for kind in range(4):
-        call, both = bytes([0, kind]), bytes([1, 0, 1, 1, 1, 1])
-        yield call + both + bytes([4, 0, 7, 4, 1, 7]) * 2
-        yield both + call + bytes([2, 0, 1, 1, 9, 3])
-        yield call * 20 + both * 20
-    plan = 3, ((one_shot, 63), (two_round, 1000)), False
-    for found in threads.outcomes(3, lambda transport: calls(transport, plan)):
-        if isinstance(found, BaseException):
-            raise found
-        for peer, tag, sent in found[1]:
-            if tag == hostile.CONTROL_TAG:
-                yield bytes([0, 1, 3, peer % 2]) + struct.pack("<H", len(sent)) + sent
-
-
 def _frames() -> bytes:
     """What a rank between sites writes on a connection."""
     sent = b""
@@ -107,18 +87,6 @@ def _frames() -> bytes:
     return sent
 
 
-def frame_inputs() -> Inputs:
-    """What a rank between sites writes, in pieces; and frames that are given by fields."""
-    sent = _frames()
-    yield b"\1" + b"".join(
-        b"\7" + struct.pack("<H", len(sent[i : i + 9000])) + sent[i : i + 9000] for i in range(0, len(sent), 9000)
-    )
-    receive, data, acknowledge = bytes([0, 0, 100, 0]), bytes([2, 0, 0, 0, 100, 0]), bytes([3, 0, 0, 1, 0, 0])
-    yield b"\1" + receive + data
-    yield b"\1" + data + receive + bytes([1, 0, 100]) + bytes([8, 199]) + acknowledge
-    yield b"\0\3" + bytes([0, 1, 241, 0, 1]) + bytes([4, 1, 0, 0, 0, 0]) + bytes([2, 1, 0, 0, 241, 0, 0])
-
-
 def caller_inputs() -> Inputs:
     """Ranks that say who they are, and what a rank writes after that; and strangers."""
     call, hello, other = bytes([3]), bytes([6, 0, 0, 0, 0]), bytes([6, 1, 0, 0, 1])
@@ -128,8 +96,8 @@ def caller_inputs() -> Inputs:
     yield call + bytes([6, 0, 16, 0, 0, 3, 1]) + data  # another group
     yield call + data + bytes([5, 0, 1, 136, 255])  # it does not say who it is, ends, and time passes
     sent = _frames()
-    for start in range(0, len(sent), 3000):
-        part = sent[start : start + 3000]
+    for start in range(0, len(sent), 9000):
+        part = sent[start : start + 9000]
         yield call + hello + bytes([0, 0, 0, 241, 0, 0]) + bytes([9]) + struct.pack("<H", len(part)) + part
 
 
@@ -251,8 +219,6 @@ TARGETS = {
     "addresses": address_inputs,
     "callers": caller_inputs,
     "codecs": codec_inputs,
-    "frames": frame_inputs,
-    "headers": header_inputs,
     "messages": message_inputs,
     "records": record_inputs,
     "reports": report_inputs,
