@@ -11,8 +11,7 @@ import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,9 @@ from qccl.cuda import cache
 from qccl.cuda import source as cuda_source
 from qccl.cuda.source import Launch
 
-__all__ = ["ARCHITECTURES", "Extent", "Fault", "Kernel", "Machine", "PtxEmulator", "PtxError", "nvrtc_13"]
+__all__ = ["ARCHITECTURES", "HEADERS", "Extent", "Fault", "Kernel", "PtxEmulator", "PtxError", "changed", "nvrtc_13"]
+
+HEADERS = Path(cuda_source.__file__).parent.parent / "kernels"
 
 ARCHITECTURES = (75, 80, 90, 100, 120)
 #: instructions of warps in a launch, above those of all tests
@@ -111,7 +112,7 @@ class Machine:
         line = ctypes.c_uint(0)
         message = self._library.ptx_run(
             memory, ctypes.byref(given), parameters, ctypes.c_uint(blocks), ctypes.c_uint(threads), ctypes.c_uint64(seed),  # noqa: E501
-            ctypes.c_uint64(MOST_INSTRUCTIONS), ctypes.c_void_p(kernel.executed.ctypes.data), ctypes.byref(line),
+            ctypes.c_uint64(MOST_INSTRUCTIONS), ctypes.byref(line),
         )  # fmt: skip
         if message is not None:
             raise Fault(f"{message.decode()}: {kernel.text_of(line.value)}")
@@ -140,13 +141,13 @@ def extents(rows: Iterable[Extent]) -> np.ndarray:
 class PtxEmulator:
     """Kernels by their names, compiled when they first run.
 
-    ``headers`` replaces the folder kernels/; ``options`` are further ones of NVRTC; ``code`` replaces the whole source.
+    ``headers`` replaces the folder kernels/; ``options`` are further ones of NVRTC.
     """
 
     def __init__(
-        self, library: Nvrtc, headers: Path | None = None, arch: int = 90, options: Sequence[str] = (), code: str = ""
+        self, library: Nvrtc, headers: Path | None = None, arch: int = 90, options: Sequence[str] = ()
     ) -> None:
-        self._library, self._headers, self._code = library, headers, code
+        self._library, self._headers = library, headers
         self._options = (f"--gpu-architecture=compute_{arch}", *options)
         self._machine = machine()
         self._modules: dict[str, tuple[Module, str]] = {}
@@ -158,7 +159,6 @@ class PtxEmulator:
         if not new:
             return
         code, options = cuda_source.source(new)
-        code = self._code or code
         if self._headers:
             options = tuple(f"-I{self._headers}" if option.startswith("-I") else option for option in options)
 
@@ -171,26 +171,6 @@ class PtxEmulator:
         ptx, mangled = compile() if self._headers else cache.compiled(key, compile)
         module = Module(ptx.decode())
         self._modules |= {name: (module, entry) for name, entry in zip(new, json.loads(mangled), strict=True)}
-
-    def text(self, name: str) -> str:
-        """A kernel's PTX: what is between its braces."""
-        module, mangled = self._modules[name]
-        return module.entries[mangled].body
-
-    def executed_lines(self, name: str) -> list[int]:
-        """The numbers of the lines of a kernel's text() that its runs have executed."""
-        kernel = self._kernel(name)
-        return (np.flatnonzero(kernel.executed) - kernel.first_line).tolist()
-
-    @contextmanager
-    def edited(self, name: str, text: str) -> Iterator[None]:
-        """Meanwhile a kernel has another text()."""
-        usual, (module, mangled) = self._kernel(name), self._modules[name]
-        self._kernels[name] = Kernel(module, mangled, self._machine.operations, text)
-        try:
-            yield
-        finally:
-            self._kernels[name] = usual
 
     def _kernel(self, name: str) -> Kernel:
         if name not in self._kernels:
@@ -235,6 +215,15 @@ class PtxEmulator:
             given += bytes(-len(given) % min(value.itemsize, 8)) + value.tobytes()
         kernels = [self._kernel(name) for name in names]
         self._machine.run(kernels, given, blocks, extents(memory), threads=threads, seed=seed)
+
+
+def changed(folder: Path, header: str | Path, text: str, replacement: str) -> PtxEmulator:
+    """The kernels with another text of a header, in a copy in ``folder``."""
+    shutil.copytree(HEADERS, folder, ignore=shutil.ignore_patterns("host", "engine"))
+    usual = (HEADERS / header).read_text()
+    assert text in usual
+    (folder / header).write_text(usual.replace(text, replacement))
+    return PtxEmulator(nvrtc_13(), folder)
 
 
 assert INSTRUCTION.itemsize == 80, "machine.cpp has this size"

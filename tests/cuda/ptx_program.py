@@ -139,7 +139,7 @@ def _closing_brace(text: str, begin: int) -> int:
 
 
 class Program:
-    """The kernel ``name`` of a module; ``body`` replaces its own.
+    """The kernel ``name`` of a module.
 
     Attributes:
         code: its instructions.
@@ -149,7 +149,7 @@ class Program:
         tables: the content of the module's variables that it reads.
     """
 
-    def __init__(self, module: Module, name: str, operations: Mapping[str, int], body: str | None = None) -> None:
+    def __init__(self, module: Module, name: str, operations: Mapping[str, int]) -> None:
         self._module, self._operations = module, operations
         self._registers: dict[str, tuple[int, int]] = {}  # number and bytes
         self._count = 0
@@ -160,15 +160,13 @@ class Program:
         self.shared_nbytes = 0
         self.tables: dict[str, np.ndarray] = {}
         entry = module.entries[name]
-        body = entry.body if body is None else body
-        self._body, self.first_line = body, entry.line
-        self.executed = np.zeros(entry.line + body.count("\n") + 1, np.uint8)  # 1 for each line of the module that ran
+        self._body, self._first_line = entry.body, entry.line
         self._parameters, self.parameter_nbytes = _parameters(entry.parameters)
         self._rows: list[tuple[object, ...]] = []
         self._labels: dict[str, int] = {}
         self._branches: list[tuple[int, str]] = []
         self._line, self._guard, self._negated = 0, -1, False
-        for line, statement in self._statements(body, entry.line):
+        for line, statement in self._statements(entry.body, entry.line):
             self._line = line
             self._translate(statement)
         self.registers = self._count
@@ -469,7 +467,7 @@ class Program:
 
     def text_of(self, line: int) -> str:
         """A line of the module, in the kernel."""
-        return self._body.split("\n")[line - self.first_line].strip()
+        return self._body.split("\n")[line - self._first_line].strip()
 
 
 def _parameters(text: str) -> tuple[dict[str, int], int]:

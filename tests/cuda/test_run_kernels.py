@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
-from ptx_emulator import ARCHITECTURES, Fault, PtxEmulator, nvrtc_13
+from ptx_emulator import ARCHITECTURES, HEADERS, Fault, PtxEmulator, changed, nvrtc_13
 
 from qccl.arrays import EXPONENT_BITS
 from qccl.cuda import source as cuda_source
@@ -145,12 +146,11 @@ def test_the_poison_is_nan_in_every_floating_type():
         assert np.isnan(ones.view(dtype).astype(np.float64)).all()
 
 
-def test_the_ptx_without_either_barrier_has_a_race() -> None:
+@pytest.mark.parametrize("which", [0, 1])
+def test_without_either_barrier_there_is_a_race(which: int, tmp_path: Path) -> None:
     """Without the first, of whether the communicator has failed; without the second, of the results and the end."""
-    kernels = PtxEmulator(nvrtc_13())
-    end_within_a_result(kernels)
-    before, between, after = kernels.text(END).split("bar.sync \t0;")
-    barrier = "bar.sync \t0;"
-    for text in (before + between + barrier + after, before + barrier + between + after):
-        with kernels.edited(END, text), pytest.raises(Fault, match=r"race|never set"):
-            end_within_a_result(kernels)
+    header, barrier = "cuda/run.h", "__syncthreads();"
+    before = barrier.join((HEADERS / header).read_text().split(barrier)[: which + 1])
+    kernels = changed(tmp_path / "kernels", header, before + barrier, before)
+    with pytest.raises(Fault, match=r"race|never set"):
+        end_within_a_result(kernels)

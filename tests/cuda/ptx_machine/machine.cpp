@@ -124,10 +124,8 @@ u64 combined(Reduction how, u64 a, u64 b, u32 nbytes, bool is_signed) {
 
 class Machine {
  public:
-  Machine(const Kernel& kernel, Memory& memory, u32 blocks, u32 threads, u64 seed, u64 most,
-          unsigned char* executed)
-      : kernel_(kernel), memory_(memory), operations_(operations()), threads_(threads), blocks_(blocks), seed_(seed), left_(most),
-        executed_(executed) {
+  Machine(const Kernel& kernel, Memory& memory, u32 blocks, u32 threads, u64 seed, u64 most)
+      : kernel_(kernel), memory_(memory), operations_(operations()), threads_(threads), blocks_(blocks), seed_(seed), left_(most) {
     for (u32 i = 0; i < kernel.constant_count; ++i) constants_.insert(constants_.end(), kLanes, kernel.constants[i]);
   }
 
@@ -206,7 +204,6 @@ class Machine {
       at_ = &kernel_.code[now.at];
       thread_ = warp.number * kLanes + (unsigned)std::countr_zero(now.lanes);
       const u32 active = guarded(warp, *at_, now.lanes);
-      if (active) executed_[at_->line] = 1;
       if (at_->operation >= kLoad) {
         if (active) execute(warp, *at_, active);
         ++now.at;
@@ -456,7 +453,6 @@ class Machine {
   std::vector<Warp> warps_;
   u32 threads_, blocks_, block_ = 0, barriers_ = 0, thread_ = 0;
   u64 seed_, left_;
-  unsigned char* executed_;  // of each line
   const Instruction* at_ = nullptr;
 };
 
@@ -478,14 +474,13 @@ extern "C" const char* ptx_names() {
 extern "C" ptx::Memory* ptx_memory(const ptx::Extent* extents, unsigned count) { return new ptx::Memory(extents, count); }
 extern "C" void ptx_forget(ptx::Memory* memory) { delete memory; }
 
-// Null, or what the kernel does wrong: the line of the PTX, and a text. `most` limits the instructions of all warps. Sets a
-// byte of `executed` for each line that a lane executes.
+// Null, or what the kernel does wrong: the line of the PTX, and a text. `most` limits the instructions of all warps.
 extern "C" const char* ptx_run(ptx::Memory* memory, const ptx::Kernel* kernel, const unsigned char* parameters,
                                unsigned blocks, unsigned threads, unsigned long long seed, unsigned long long most,
-                               unsigned char* executed, unsigned* line) {
+                               unsigned* line) {
   thread_local std::string message;
   memory->begin_kernel(kernel->shared_nbytes, parameters, kernel->parameter_nbytes);
-  ptx::Machine machine(*kernel, *memory, blocks, threads, seed, most, executed);
+  ptx::Machine machine(*kernel, *memory, blocks, threads, seed, most);
   try {
     machine.run();
     return nullptr;
