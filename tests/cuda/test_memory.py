@@ -10,7 +10,7 @@ import fake_cuda
 import numpy as np
 import pytest
 from cuda_ranks import on_gpus, one, values
-from fake_arrays import Interface, OnlyDLPack, Tensor
+from fake_arrays import Interface, Tensor
 
 import qccl
 from qccl.cuda.memory import CudaMemory
@@ -48,20 +48,6 @@ def test_the_stream_of_a_call(world, cupy):
     assert call_streams(world, Interface(x, stream=mine.ptr), stream=other.ptr) == ([other.ptr, mine.ptr], [other.ptr])
     protocol = SimpleNamespace(__cuda_stream__=lambda: (0, other.ptr))
     assert call_streams(world, x, stream=protocol) == ([other.ptr, 0], [other.ptr])
-
-
-def test_a_library_that_does_not_tell_its_stream_is_given_ours(world, cupy):
-    """DLPack knows the legacy default stream as 1; -1, which asks for no order, is not known to all libraries."""
-    x = OnlyDLPack(fake_cuda.array(values(0, 100)))
-    assert call_streams(world, x) == ([0], [0])
-    assert set(x.orders) == {1}
-    mine = cupy.cuda.Stream()
-    x.orders.clear()
-    before = []
-    record = world.record
-    world.record = lambda event, stream: before.append((stream, x.orders[-1:])) or record(event, stream)
-    assert call_streams(world, x, stream=mine.ptr) == ([mine.ptr], [mine.ptr])
-    assert [order for stream, order in before if stream == mine.ptr] == [[mine.ptr]], "the last export before the call"
 
 
 def test_the_current_stream_of_torch_and_cupy(world, cupy, monkeypatch):

@@ -393,45 +393,34 @@ def test_a_gpu_that_is_too_new_for_nvrtc(cupy, monkeypatch):
     assert "12.8 or newer" in found[0]
 
 
+_NO_INTERFACE = "Bootstrap : no socket interface found", "NCCL_SOCKET_IFNAME"
+
+
 @pytest.mark.parametrize(
-    "reason, hint",
+    ("refuses", "reason", "hint"),
     [
-        ("Error while creating shared memory segment /dev/shm/nccl-a (size 9637888)", "--shm-size=1g"),
-        ("Bootstrap : no socket interface found", "NCCL_SOCKET_IFNAME"),
-        ("Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000", "CUDA_VISIBLE_DEVICES"),
-        ("something else", "something else"),
+        ("init", "Error while creating shared memory segment /dev/shm/nccl-a (size 9637888)", "--shm-size=1g"),
+        ("init", "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000", "CUDA_VISIBLE_DEVICES"),
+        ("init", "something else", "something else"),
+        *((function, *_NO_INTERFACE) for function in ("init", "get_unique_id", "broadcast")),
     ],
 )
-def test_nccl_s_reason_when_no_communicator_can_be_made(reason, hint, cupy, monkeypatch):
+def test_nccl_s_reason_when_no_communicator_can_be_made(refuses, reason, hint, cupy, monkeypatch):
+    """The id already needs a network interface, and its broadcast a communicator that works."""
     nccl = libraries.cuda_libraries().nccl
+    given = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
 
     def refuse(*arguments):
         raise nccl.NcclError(2)
 
-    monkeypatch.setattr(nccl, "NcclCommunicator", refuse)
+    name = "NcclCommunicator" if refuses == "init" else refuses
+    monkeypatch.setattr(given if refuses == "broadcast" else nccl, name, refuse)
     monkeypatch.setattr(importlib.import_module("qccl.cuda.nccl_library"), "last_error", lambda: reason)
     with pytest.raises(qccl.EngineError) as found:
-        qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0)
-    assert reason in str(found.value) and hint in str(found.value) and found.value.code == 2
-
-
-@pytest.mark.parametrize("function", ["get_unique_id", "broadcast"])
-def test_nccl_s_reason_where_ranks_exchange_the_id(function, cupy, monkeypatch):
-    """The id already needs a network interface, and its broadcast a communicator that works."""
-    gpu = libraries.cuda_libraries()
-
-    def refuse(*arguments):
-        raise gpu.nccl.NcclError(2)
-
-    given = gpu.nccl.NcclCommunicator(1, gpu.nccl.get_unique_id(), 0)
-    monkeypatch.setattr(gpu.nccl if function == "get_unique_id" else given, function, refuse)
-    reason = "Bootstrap : no socket interface found"
-    monkeypatch.setattr(importlib.import_module("qccl.cuda.nccl_library"), "last_error", lambda: reason)
-    with pytest.raises(qccl.EngineError, match=f"{reason}.*NCCL_SOCKET_IFNAME") as found:
-        if function == "broadcast":
+        if refuses == "broadcast":
             qccl.Communicator.from_nccl(given, 0, 1)
-        importlib.import_module("qccl.cuda.nccl_id").get_unique_id()
-    assert found.value.code == 2
+        qccl.Communicator(importlib.import_module("qccl.cuda.nccl_id").get_unique_id(), 0, 1, device=0)
+    assert reason in str(found.value) and hint in str(found.value) and found.value.code == 2
 
 
 def test_a_short_wait_is_not_prolonged(monkeypatch):

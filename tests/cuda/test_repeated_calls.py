@@ -346,27 +346,6 @@ def test_the_ranks_compare_a_repeated_call_again_after_their_numbers_changed(cup
     assert ranks(2, run) == [None, None]
 
 
-def test_a_repeated_call_keeps_its_state(cupy):
-    """Under its key, and with the learning rate of each call; on the fake GPU as on the host."""
-
-    def calls(comm, x, out):
-        found = []
-        for step in range(6):
-            comm.quantized_allreduce(x, out, codec="minmax2+ef", key="ab"[step % 2], lr=1 / (1 + step))
-            comm.check()
-            found.append((out.get() if hasattr(out, "get") else out).tobytes())
-        return found
-
-    def on_gpu(comm):
-        with libraries.on_device(comm.rank):
-            return calls(comm, *pair(comm.rank, 300))
-
-    def on_host(comm):
-        return calls(comm, values(comm.rank, 300), np.empty(300, np.float32))
-
-    assert ranks(2, on_gpu) == qccl.run_ranks(2, on_host)
-
-
 @on_gpus(1)
 def test_a_repeated_call_in_a_graph(comm, cupy):
     """The call is known from outside the graph, with the same stream."""

@@ -303,46 +303,56 @@ def test_the_error_says_what_was_asked_for_and_who_holds_the_memory(world, cupy,
     assert sorted(freed) == [0, 1]  # the free blocks of each rank's pool were given back first
 
 
-@pytest.mark.parametrize("name", ["quantized_allreduce", "quantized_all_to_all"])
-def test_no_rank_waits_for_one_that_has_no_room_for_a_call(name, world, cupy, tiny):
-    """All raise its reason. Where there is room later, they make the call."""
-    count, call = 80_001, {"codec": "minmax8"}
+def without_room(on_gpu, name="quantized_allreduce"):
+    """Rank 1 of 3 has no room first: ``on_gpu(comm, x, out)`` returns the text of the error, and leaves the result."""
+    count = 80_001
 
-    def on_gpu(comm):
+    def run(comm):
         x = fake_cuda.array(values(comm.rank, count), comm.rank)
         out = fake_cuda.array(np.zeros(count, np.float32), comm.rank)
-        transport, calls = comm.transport, comm.calls
-        allocate = transport.allocate
-        if comm.rank == 1:
-            transport.allocate = lambda nbytes: (_ for _ in ()).throw(qccl.EngineError("there is no room"))
-        with pytest.raises(qccl.EngineError) as caught:
-            getattr(comm, name)(x, out, **call)
-        transport.allocate = allocate
-        assert comm.calls == calls and (out.get() == 0).all()
-        getattr(comm, name)(x, out, **call)
-        comm.check()
-        return str(caught.value), out.get().tobytes()
+        return on_gpu(comm, x, out), out.get().tobytes()
 
     def on_host(comm):
-        return getattr(comm, name)(values(comm.rank, count), np.zeros(count, np.float32), **call).tobytes()
+        return getattr(comm, name)(values(comm.rank, count), np.zeros(count, np.float32), codec="minmax8").tobytes()
 
-    texts, found = zip(*ranks(3, on_gpu), strict=True)
+    texts, found = zip(*ranks(3, run), strict=True)
     theirs = "rank 1 cannot make this call, so no rank makes it: there is no room"
     assert texts == (theirs, "there is no room", theirs)
     assert list(found) == qccl.run_ranks(3, on_host)
 
 
+def no_room(*arguments):
+    raise qccl.EngineError("there is no room")
+
+
+@pytest.mark.parametrize("name", ["quantized_allreduce", "quantized_all_to_all"])
+def test_no_rank_waits_for_one_that_has_no_room_for_a_call(name, world, cupy, tiny):
+    """All raise its reason. Where there is room later, they make the call."""
+
+    def call(comm, x, out):
+        transport, calls = comm.transport, comm.calls
+        allocate = transport.allocate
+        if comm.rank == 1:
+            transport.allocate = no_room
+        with pytest.raises(qccl.EngineError) as caught:
+            getattr(comm, name)(x, out, codec="minmax8")
+        transport.allocate = allocate
+        assert comm.calls == calls and (out.get() == 0).all()
+        getattr(comm, name)(x, out, codec="minmax8")
+        comm.check()
+        return str(caught.value)
+
+    without_room(call, name)
+
+
 def test_no_rank_waits_for_one_that_has_no_room_for_a_plan(world, cupy, tiny):
     """The call is known to all ranks: another plan has made it. All can bind the plan later."""
-    count, call = 80_001, {"codec": "minmax8"}
 
-    def on_gpu(comm):
-        x = fake_cuda.array(values(comm.rank, count), comm.rank)
-        out = fake_cuda.array(np.zeros(count, np.float32), comm.rank)
-        comm.plan("allreduce", count, **call).bind(x, out)
-        plan, compiled = comm.plan("allreduce", count, **call), comm._session.engine.compile
+    def plan_and_call(comm, x, out):
+        comm.plan("allreduce", x.size, codec="minmax8").bind(x, out)
+        plan, compiled = comm.plan("allreduce", x.size, codec="minmax8"), comm._session.engine.compile
         if comm.rank == 1:
-            comm._session.engine.compile = lambda *_: (_ for _ in ()).throw(qccl.EngineError("there is no room"))
+            comm._session.engine.compile = no_room
         with pytest.raises(qccl.EngineError) as caught:
             plan.bind(x, out)
         comm._session.engine.compile = compiled
@@ -351,15 +361,9 @@ def test_no_rank_waits_for_one_that_has_no_room_for_a_plan(world, cupy, tiny):
         assert (out.get() == 0).all()
         plan.bind(x, out).start().synchronize()
         plan.bind(x if comm.rank else out)  # what follows is each rank's own affair: no rank waits
-        return str(caught.value), out.get().tobytes()
+        return str(caught.value)
 
-    def on_host(comm):
-        return comm.quantized_allreduce(values(comm.rank, count), np.zeros(count, np.float32), **call).tobytes()
-
-    texts, found = zip(*ranks(3, on_gpu), strict=True)
-    theirs = "rank 1 cannot make this call, so no rank makes it: there is no room"
-    assert texts == (theirs, "there is no room", theirs)
-    assert list(found) == qccl.run_ranks(3, on_host)
+    without_room(plan_and_call)
 
 
 @on_gpus(1)

@@ -384,9 +384,6 @@ class Array:
         part = self.values[which]
         return Array(part.shape, part.dtype, SimpleNamespace(ptr=part.ctypes.data, whole=self), self.device)
 
-    def __and__(self, other: Any) -> np.ndarray:
-        return self.values & other
-
     def view(self, dtype: Any) -> Any:
         return self.values.view(dtype)
 
