@@ -12,7 +12,7 @@ import fake_nccl
 import patience
 import pytest
 from clocks import Clock
-from cuda_ranks import called, on_gpus, one, pair, ranks, summed
+from cuda_ranks import called, on_gpus, one, pair, summed
 
 import qccl
 
@@ -25,24 +25,20 @@ def wait_for_abort(world, blocked):
         time.sleep(0.01)
 
 
-def test_a_rank_that_stays_away(world, cupy):
-    missed = threading.Event()
-
-    def run(comm):
-        x = summed(comm)
-        if comm.rank == 1:
-            return missed.wait(60)
-        work = comm.quantized_allreduce(x, async_op=True, timeout=0.3)
-        with pytest.raises(qccl.CollectiveTimeout, match="allreduce"):
-            work.synchronize()
-        assert isinstance(work.exception(), qccl.CollectiveTimeout)
-        for call in (lambda: comm.quantized_allreduce(x), comm.check, comm.barrier):
-            with pytest.raises(qccl.CollectiveTimeout, match="earlier"):
-                call()
-        missed.set()
-        return True
-
-    assert ranks(2, run) == [True, True]
+@on_gpus(2)
+def test_a_rank_that_stays_away(comm, missed: threading.Event, world, cupy):
+    x = summed(comm)
+    if comm.rank == 1:
+        assert missed.wait(60)
+        return
+    work = comm.quantized_allreduce(x, async_op=True, timeout=0.3)
+    with pytest.raises(qccl.CollectiveTimeout, match="allreduce"):
+        work.synchronize()
+    assert isinstance(work.exception(), qccl.CollectiveTimeout)
+    for call in (lambda: comm.quantized_allreduce(x), comm.check, comm.barrier):
+        with pytest.raises(qccl.CollectiveTimeout, match="earlier"):
+            call()
+    missed.set()
     assert ("abort", 0) in world.calls
 
 
@@ -110,61 +106,52 @@ def test_the_deadline_while_a_wait_has_no_room_in_a_full_queue(comm, world, cupy
         comm.check()
 
 
-def test_the_runs_under_way_leave_room_in_the_queues(world, cupy):
+@on_gpus(1, timeout=60.0)
+def test_the_runs_under_way_leave_room_in_the_queues(comm, world, cupy):
     """A caller who never waits is stopped before a launch blocks: the queue of a stream holds about 1,024 entries."""
     calls, fullest = 600, 0
-
-    def run(comm):
-        nonlocal fullest
-        x, out = pair()
-        plan = comm.plan("allreduce", 100, codec="minmax8").bind(x, out)
-        plan.start().synchronize()
-        world.frozen = True
-        done = []
-        caller = threading.Thread(target=lambda: [done.append(plan.start()) for _ in range(calls)])
-        caller.start()
-        before, limit = -1, patience.Limit(30)
-        while len(done) < calls and (fullest <= 100 or before < len(done)):  # until the caller is blocked
-            assert limit.left()
-            before = len(done)
-            time.sleep(0.3)
-            fullest = max(world._queued(stream) for stream in world.tail)
-        assert len(done) < calls
-        world.frozen = False
-        caller.join(60)
-        comm.check()
-        return len(done)
-
-    assert one(run, timeout=60.0) == calls
-    assert 100 < fullest < 1024
+    x, out = pair()
+    plan = comm.plan("allreduce", 100, codec="minmax8").bind(x, out)
+    plan.start().synchronize()
+    world.frozen = True
+    done = []
+    caller = threading.Thread(target=lambda: [done.append(plan.start()) for _ in range(calls)])
+    caller.start()
+    before, limit = -1, patience.Limit(30)
+    while len(done) < calls and (fullest <= 100 or before < len(done)):  # until the caller is blocked
+        assert limit.left()
+        before = len(done)
+        time.sleep(0.3)
+        fullest = max(world._queued(stream) for stream in world.tail)
+    assert len(done) < calls
+    world.frozen = False
+    caller.join(60)
+    comm.check()
+    assert len(done) == calls and 100 < fullest < 1024
 
 
-def test_waiting_for_room_has_a_deadline_though_no_call_begins(world, cupy):
+@on_gpus(1)
+def test_waiting_for_room_has_a_deadline_though_no_call_begins(comm, world, cupy):
     """The queues are full behind work of the caller that never ends."""
+    x, out = pair()
+    plan = comm.plan("allreduce", 100, codec="minmax8").bind(x, out)
+    plan.start().synchronize()
+    world.frozen, errors = True, []
 
-    def run(comm):
-        x, out = pair()
-        plan = comm.plan("allreduce", 100, codec="minmax8").bind(x, out)
-        plan.start().synchronize()
-        world.frozen, errors = True, []
+    def fill():
+        try:
+            while True:
+                plan.start(timeout=0.3)
+        except qccl.QcclError as error:
+            errors.append(error)
 
-        def fill():
-            try:
-                while True:
-                    plan.start(timeout=0.3)
-            except qccl.QcclError as error:
-                errors.append(error)
-
-        caller = threading.Thread(target=fill)
-        caller.start()
-        caller.join(60)
-        world.frozen = False
-        [error] = errors
-        assert isinstance(error, qccl.CollectiveTimeout)
-        return str(error)
-
-    assert "waited 0.3 s for an earlier call to begin" in one(run)
-    assert ("abort", 0) in world.calls
+    caller = threading.Thread(target=fill)
+    caller.start()
+    caller.join(60)
+    world.frozen = False
+    [error] = errors
+    assert isinstance(error, qccl.CollectiveTimeout)
+    assert "waited 0.3 s for an earlier call to begin" in str(error) and ("abort", 0) in world.calls
 
 
 @on_gpus(1)
@@ -185,21 +172,15 @@ def test_a_function_that_blocks_holds_up_no_deadline(comm, world, cupy):
         world.ends = True
 
 
+@pytest.mark.parametrize("asked", ["wait", "check"])
 @on_gpus(1)
-def test_a_timeout_of_the_wait(comm, world, cupy):
+def test_a_timeout_of_the_wait_or_the_check(comm, asked, world, cupy):
     x, out = called(comm)
     world.frozen = True
-    with pytest.raises(qccl.CollectiveTimeout, match=r"0\.1 s"):
-        comm.quantized_allreduce(x, out, async_op=True).wait(timeout=0.1)
-
-
-@on_gpus(1)
-def test_a_timeout_of_the_check(comm, world, cupy):
-    x, out = pair()
-    world.frozen = True
-    comm.quantized_allreduce(x, out)
-    with pytest.raises(qccl.CollectiveTimeout, match=r"rank 0 has pending calls that did not end within 0\.1 s"):
-        comm.check(timeout=0.1)
+    work = comm.quantized_allreduce(x, out, async_op=True)
+    pending = "" if asked == "wait" else "rank 0 has pending calls that did not end within "
+    with pytest.raises(qccl.CollectiveTimeout, match=rf"{pending}0\.1 s"):
+        (work.wait if asked == "wait" else comm.check)(timeout=0.1)
 
 
 def test_making_a_communicator_has_a_deadline(world, cupy):
@@ -259,25 +240,23 @@ def test_a_watchdog_that_collects_another_communicator_keeps_its_deadline(world,
     assert set(threads) == {"garbage of qccl"}
 
 
-def test_the_watchdog_frees_no_arrays(world, cupy):
+@on_gpus(1)
+def test_the_watchdog_frees_no_arrays(comm, world, cupy):
     threads = []
 
     class Kept:
         def __del__(self):
             threads.append(threading.current_thread().name)
 
-    def run(comm):
-        x, out = called(comm)
-        x.kept = Kept()
-        world.frozen = True
-        comm.quantized_allreduce(x, out)
-        del x
-        assert not threads
-        world.frozen = False
-        limit = patience.Limit(30)
-        while not threads:  # a program that never asks
-            assert limit.left()
-            time.sleep(0.01)
-
-    one(run)
+    x, out = called(comm)
+    x.kept = Kept()
+    world.frozen = True
+    comm.quantized_allreduce(x, out)
+    del x
+    assert not threads
+    world.frozen = False
+    limit = patience.Limit(30)
+    while not threads:  # a program that never asks
+        assert limit.left()
+        time.sleep(0.01)
     assert threads == ["garbage of qccl"]

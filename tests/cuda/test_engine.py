@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
 
@@ -13,7 +12,7 @@ import pytest
 from cuda_ranks import Captures, alike, all_calls, called, captured, on_gpus, one, pair, ranks, values
 
 import qccl
-from qccl.cuda import libraries, streams
+from qccl.cuda import libraries
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
 
@@ -22,25 +21,6 @@ from qccl.cuda import libraries, streams
 def test_the_hosts_bytes_whatever_the_order(n, seed, world, cupy):
     world.random.seed(seed)
     alike(n, all_calls)
-
-
-def test_a_missing_event_shows(world, cupy, monkeypatch):
-    """The fake would notice: with one edge of the event graph taken out, some order gives other bytes or none."""
-    complete = streams.stream_tasks
-
-    def without_one(schedule):
-        program = list(complete(schedule))
-        number = next((i for i, s in enumerate(program) if s.waits and s.ops and s.queue.value == "compute"), None)
-        if number is not None:
-            s = program[number]
-            program[number] = streams.StreamTask(s.queue, s.ops, (), s.records)
-        return tuple(program)
-
-    monkeypatch.setattr(importlib.import_module("qccl.cuda.program"), "stream_tasks", without_one)
-    with pytest.raises(AssertionError):
-        for seed in range(5):
-            world.random.seed(seed)
-            alike(2, all_calls)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -55,16 +35,14 @@ def test_other_element_types(dtype, cupy):
     alike(2, calls)
 
 
-def test_raw_pointers(cupy):
-    def run(comm):
-        x, out = (fake_cuda.array(values(comm.rank, 1000), comm.rank) for _ in range(2))
-        assert qccl.quantized_allreduce(x.data.ptr, out.data.ptr, 1000, 7, 0, comm) is None
-        work = qccl.quantized_allreduce(x.data.ptr, x.data.ptr, 1000, "float32", "sum", comm, async_op=True)
-        work.synchronize()
-        comm.check()
-        return x.get().tobytes() == out.get().tobytes()
-
-    assert ranks(2, run) == [True, True]
+@on_gpus(2)
+def test_raw_pointers(comm, cupy):
+    x, out = (fake_cuda.array(values(comm.rank, 1000), comm.rank) for _ in range(2))
+    assert qccl.quantized_allreduce(x.data.ptr, out.data.ptr, 1000, 7, 0, comm) is None
+    work = qccl.quantized_allreduce(x.data.ptr, x.data.ptr, 1000, "float32", "sum", comm, async_op=True)
+    work.synchronize()
+    comm.check()
+    assert x.get().tobytes() == out.get().tobytes()
 
 
 def test_memory_given_back_is_not_used_twice_at_once(world, cupy):
@@ -167,24 +145,22 @@ def test_async_op_orders_the_stream_only_when_waited_for(comm, world, cupy):
     assert work.synchronize() is out and work.is_completed() and work.exception() is None
 
 
-def test_functions_are_called_when_the_run_has_ended_though_nobody_waits(world, cupy):
-    def run(comm):
-        world.frozen = True
-        works, called = [], threading.Event()
-        work = comm.quantized_allreduce(*pair(), async_op=True)
-        work.add_done_callback(lambda ended: (works.append(ended), called.set()))
-        before = list(works)
-        world.frozen = False
-        assert called.wait(60) and before == [] and works == [work] and work.exception() is None
-        world.ends = False
-        called.clear()
-        late = comm.quantized_allreduce(*pair(), async_op=True, timeout=0.1)
-        late.add_done_callback(lambda ended: called.set())
-        assert called.wait(60)
-        world.ends = True
-        return str(late.exception())
-
-    assert "deadline" in one(run)
+@on_gpus(1)
+def test_functions_are_called_when_the_run_has_ended_though_nobody_waits(comm, world, cupy):
+    world.frozen = True
+    works, called = [], threading.Event()
+    work = comm.quantized_allreduce(*pair(), async_op=True)
+    work.add_done_callback(lambda ended: (works.append(ended), called.set()))
+    before = list(works)
+    world.frozen = False
+    assert called.wait(60) and before == [] and works == [work] and work.exception() is None
+    world.ends = False
+    called.clear()
+    late = comm.quantized_allreduce(*pair(), async_op=True, timeout=0.1)
+    late.add_done_callback(lambda ended: called.set())
+    assert called.wait(60)
+    world.ends = True
+    assert "deadline" in str(late.exception())
 
 
 def test_a_trace(cupy):
@@ -203,38 +179,14 @@ def test_a_trace(cupy):
 
 
 @pytest.mark.parametrize("codec", ["minmax8", "minmax3:bucket=shard", "none"])
-def test_a_call_in_a_graph(codec, cupy):
-    count = 40_000 if "shard" in codec else 5000  # a bucket that takes two kernels, and scratch
-    arguments = {"codec": codec, "algorithm": "two_round", "chunk": 1024}
-
-    def on_host(comm):
-        return [comm.quantized_allreduce(values(comm.rank, count, i), **arguments).tobytes() for i in range(3)]
-
-    def run(comm):
-        with libraries.on_device(comm.rank):
-            x = fake_cuda.array(values(comm.rank, count), comm.rank)
-            comm.quantized_allreduce(x, **arguments)
-            stream, graph = capture(comm, lambda s: comm.quantized_allreduce(x, stream=s, **arguments))
-            found = []
-            for i in range(3):
-                x.set(values(comm.rank, count, i))
-                graph.launch(stream)
-                comm.check(stream.ptr)
-                found.append(x.get().tobytes())
-            return found
-
-    capture = Captures(cupy, 2)
-    assert ranks(2, run) == qccl.run_ranks(2, on_host)
-
-
-def test_replays_of_a_whole_step_are_the_hosts_steps(cupy):
+def test_replays_of_a_whole_step_are_the_hosts_steps(codec, cupy):
     """A step with several calls in one graph; residuals and momenta go on from replay to replay."""
-    counts = (3000, 700)
+    counts = (3000, 40_000 if "shard" in codec else 5000)  # a bucket that takes two kernels, and scratch
     kept = {"codec": "minmax3:bucket=64+ef+nesterov", "key": "gradients", "op": "avg"}
 
     def calls(comm, xs, **more):
         comm.quantized_allreduce_coalesced(xs, **kept, **more)
-        comm.quantized_allreduce(xs[1], codec="minmax8", algorithm="two_round", **more)
+        comm.quantized_allreduce(xs[1], codec=codec, algorithm="two_round", chunk=1024, **more)
 
     def inputs(comm, step):
         return [values(comm.rank, count, step) for count in counts]
@@ -263,12 +215,9 @@ def test_replays_of_a_whole_step_are_the_hosts_steps(cupy):
             return found, comm.state_dict()["keys"]["gradients"]["values"]
 
     capture = Captures(cupy, 2)
-    for (bytes_there, state_there), (bytes_here, state_here) in zip(
-        ranks(2, run), qccl.run_ranks(2, on_host), strict=True
-    ):
-        assert bytes_there == bytes_here
-        assert state_there.keys() == state_here.keys() and len(state_here) == 4
-        assert all(np.array_equal(state_there[name], state_here[name]) for name in state_here)
+    expected = qccl.run_ranks(2, on_host)
+    assert len(expected[0][1]) == 4
+    np.testing.assert_equal(ranks(2, run), expected)
 
 
 def test_replays_draw_fresh_random_numbers(cupy):

@@ -29,19 +29,17 @@ def test_ranks_that_disagree(comm, cupy):
     assert x.get().tobytes() == values(comm.rank, 100 + comm.rank).tobytes()
 
 
-def test_the_agreement_is_asked_for_once(cupy):
-    def run(comm):
-        asked = []
-        allgather = comm.transport.allgather
-        comm.transport.allgather = lambda *arguments: asked.append(1) or allgather(*arguments)
-        x = fake_cuda.array(values(comm.rank, 100), comm.rank)
-        for _ in range(3):
-            comm.quantized_allreduce(x)
-        comm._session.programs.clear()
-        comm.quantized_allreduce(x)  # another program, but what it is has been agreed on
-        return len(asked)
-
-    assert ranks(2, run) == [1, 1]
+@on_gpus(2)
+def test_the_agreement_is_asked_for_once(comm, cupy):
+    asked = []
+    allgather = comm.transport.allgather
+    comm.transport.allgather = lambda *arguments: asked.append(1) or allgather(*arguments)
+    x = fake_cuda.array(values(comm.rank, 100), comm.rank)
+    for _ in range(3):
+        comm.quantized_allreduce(x)
+    comm._session.programs.clear()
+    comm.quantized_allreduce(x)  # another program, but what it is has been agreed on
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, qccl.EngineError), (6, qccl.PeerLost)])
@@ -90,27 +88,23 @@ def test_a_call_that_cannot_be_put_on_its_streams(comm, world, cupy, monkeypatch
         comm.quantized_allreduce(x, out)
 
 
-def test_a_group_is_closed_when_a_transfer_fails(world, cupy, monkeypatch):
+@on_gpus(2)
+def test_a_group_is_closed_when_a_transfer_fails(comm, failed: threading.Event, world, cupy):
     """A group of NCCL that stays open would swallow what the thread calls later, on any communicator."""
+    x = summed(comm, 5000)
+    if comm.rank == 0:
+        assert failed.wait(60)
+        return
 
-    def run(comm):
-        x = summed(comm, 5000)
-        if comm.rank == 0:
-            assert failed.wait(60)
-            return None
+    def fails(*arguments):
+        raise fake_cuda.NcclError(4)
 
-        def fails(*arguments):
-            raise fake_cuda.NcclError(4)
-
-        comm.transport.comm.send = fails
-        comm._session.programs.clear()
-        with pytest.raises(qccl.EngineError, match="NCCL_ERROR_4"):
-            comm.quantized_allreduce(x)
-        failed.set()
-        return world.local.group
-
-    failed = threading.Event()
-    assert ranks(2, run)[1] is None
+    comm.transport.comm.send = fails
+    comm._session.programs.clear()
+    with pytest.raises(qccl.EngineError, match="NCCL_ERROR_4"):
+        comm.quantized_allreduce(x)
+    failed.set()
+    assert world.local.group is None
 
 
 def test_a_communicator_that_is_dropped_lives_until_its_calls_are_done(world, cupy):
@@ -162,31 +156,26 @@ def test_a_call_can_be_asked_for_while_the_thread_captures(comm, world, cupy):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_results_after_a_failure_are_nan(dtype, world, cupy):
+@on_gpus(2)
+def test_results_after_a_failure_are_nan(comm, dtype, missed: threading.Event, world, cupy):
     """What the caller's stream does next cannot take garbage for a result, although the host has not waited."""
     storage, code = {"float32": (np.float32, 2), "float16": (np.float16, 2), "bfloat16": (np.uint16, 4)}[dtype]
-
-    def run(comm):
-        x, out, seen = (fake_cuda.array(np.ones(3000, storage), comm.rank, code) for _ in range(3))
-        comm.quantized_allreduce(x, out, dtype=dtype)
+    x, out, seen = (fake_cuda.array(np.ones(3000, storage), comm.rank, code) for _ in range(3))
+    comm.quantized_allreduce(x, out, dtype=dtype)
+    comm.check()
+    comm.barrier()
+    if comm.rank == 1:
+        assert missed.wait(60)
+        return
+    comm.quantized_allreduce(x, out, dtype=dtype, timeout=0.3)
+    runtime = libraries.cuda_libraries().runtime
+    runtime.memcpyAsync(seen.data.ptr, out.data.ptr, seen.values.nbytes, 3, 0)
+    runtime.streamSynchronize(0)
+    with pytest.raises(qccl.CollectiveTimeout):
         comm.check()
-        comm.barrier()
-        if comm.rank == 1:
-            assert missed.wait(60)
-            return None
-        comm.quantized_allreduce(x, out, dtype=dtype, timeout=0.3)
-        runtime = libraries.cuda_libraries().runtime
-        runtime.memcpyAsync(seen.data.ptr, out.data.ptr, seen.values.nbytes, 3, 0)
-        runtime.streamSynchronize(0)
-        with pytest.raises(qccl.CollectiveTimeout):
-            comm.check()
-        missed.set()
-        return seen.values, x.values
-
-    missed = threading.Event()
-    seen, x = ranks(2, run)[0]
-    assert (x == 1).all()
-    assert (seen == 0xFFFF).all() if dtype == "bfloat16" else np.isnan(seen).all()
+    missed.set()
+    assert (x.values == 1).all()
+    assert (seen.values == 0xFFFF).all() if dtype == "bfloat16" else np.isnan(seen.values).all()
 
 
 @on_gpus(1)
@@ -228,21 +217,17 @@ def test_a_call_that_has_ended_does_not_fail_although_nobody_has_noticed(comm, w
     assert work.synchronize() is out and (out.get() == x.get()).all()
 
 
-def test_an_abort_tells_the_other_ranks_before_nccl_frees_what_they_read(world, cupy):
+@on_gpus(1)
+def test_an_abort_tells_the_other_ranks_before_nccl_frees_what_they_read(comm, world, cupy):
     """NCCL needs all ranks of a node to abort (NVIDIA/nccl issue 863); results are poisoned before that."""
+    words, seen = comm._session.engine.device.flags._words, []
 
-    def run(comm):
-        words, seen = comm._session.engine.device.flags._words, []
+    def told(reason):
+        seen.append(("on purpose" in reason, words[0], ("abort", 0) in world.calls))
 
-        def told(reason):
-            seen.append(("on purpose" in reason, words[0], ("abort", 0) in world.calls))
-
-        comm.transport.host = SimpleNamespace(abort=told)
-        comm.abort("on purpose")
-        return seen
-
-    assert one(run) == [(True, 1, False)]
-    assert ("abort", 0) in world.calls
+    comm.transport.host = SimpleNamespace(abort=told)
+    comm.abort("on purpose")
+    assert seen == [(True, 1, False)] and ("abort", 0) in world.calls
 
 
 def test_a_communicator_that_does_not_end(world, cupy, monkeypatch):
@@ -322,22 +307,17 @@ def test_closing(world, cupy):
     assert not fake_cuda.remaining_threads(world)
 
 
-def test_a_program_is_made_while_another_thread_ends_a_call(cupy):
+@on_gpus(2)
+def test_a_program_is_made_while_another_thread_ends_a_call(comm, ended: threading.Event, cupy):
     """To make one, a rank waits for the others, which here wait for the end of a call."""
-    ended = threading.Event()
-
-    def run(comm):
-        x, y = (fake_cuda.array(values(comm.rank, count), comm.rank) for count in (100, 256))
-        work = comm.quantized_allreduce(x, async_op=True)
-        if comm.rank == 0:
-            work.add_done_callback(lambda work: ended.set())
-        else:
-            assert ended.wait(60)
-        comm.quantized_allreduce(y)
-        comm.check()
-        return "ok"
-
-    assert ranks(2, run) == ["ok"] * 2
+    x, y = (fake_cuda.array(values(comm.rank, count), comm.rank) for count in (100, 256))
+    work = comm.quantized_allreduce(x, async_op=True)
+    if comm.rank == 0:
+        work.add_done_callback(lambda work: ended.set())
+    else:
+        assert ended.wait(60)
+    comm.quantized_allreduce(y)
+    comm.check()
 
 
 @on_gpus(1)

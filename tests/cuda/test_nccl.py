@@ -16,7 +16,7 @@ import fake_cuda
 import fake_kernels
 import numpy as np
 import pytest
-from cuda_ranks import one, ranks, values
+from cuda_ranks import on_gpus, one, ranks, values
 
 import qccl
 from qccl import launch, meetings
@@ -28,19 +28,18 @@ from qccl.transports import rendezvous
 # -- groups and ways to make one -------------------------------------------------------------------------------------
 
 
-def test_split(cupy):
-    def run(comm):
-        group = comm.split(comm.rank % 2, key=-comm.rank)
-        x = fake_cuda.array(np.full(100, 10.0**comm.rank, np.float32), comm.rank)
-        group.quantized_allreduce(x)
-        group.check()
-        none = comm.split(None if comm.rank else 0)
-        assert (none is None) == bool(comm.rank)
-        comm.quantized_allreduce(fake_cuda.array(np.zeros(5, np.float32), comm.rank))
-        comm.check()
-        return group.rank, group.size, float(x.get()[0]), group.backend
-
-    assert ranks(3, run) == [(1, 2, 101.0, "cuda"), (0, 1, 10.0, "cuda"), (0, 2, 101.0, "cuda")]
+@on_gpus(3)
+def test_split(comm, cupy):
+    group = comm.split(comm.rank % 2, key=-comm.rank)
+    x = fake_cuda.array(np.full(100, 10.0**comm.rank, np.float32), comm.rank)
+    group.quantized_allreduce(x)
+    group.check()
+    none = comm.split(None if comm.rank else 0)
+    assert (none is None) == bool(comm.rank)
+    comm.quantized_allreduce(fake_cuda.array(np.zeros(5, np.float32), comm.rank))
+    comm.check()
+    expected = [(1, 2, 101.0), (0, 1, 10.0), (0, 2, 101.0)][comm.rank]
+    assert (group.rank, group.size, float(x.get()[0])) == expected and group.backend == "cuda"
 
 
 def test_adopting_a_communicator_of_cupy(world, cupy):
@@ -324,12 +323,11 @@ def test_the_timeout_of_calls_that_nobody_chose(cupy):
         assert comm.timeout == 5
 
 
-def test_streams_go_before_those_of_a_backward_pass_and_transfers_before_computation(world, cupy):
-    def run(comm):
-        device = comm._session.engine.device
-        return [{q.value: world.priorities[s] for q, s in qs.items()} for qs in (device.queues, device.capture_queues)]
-
-    assert one(run) == [{"compute": -1, "comm": -2}] * 2
+@on_gpus(1)
+def test_streams_go_before_those_of_a_backward_pass_and_transfers_before_computation(comm, world, cupy):
+    device = comm._session.engine.device
+    for queues in (device.queues, device.capture_queues):
+        assert {q.value: world.priorities[s] for q, s in queues.items()} == {"compute": -1, "comm": -2}
 
 
 def test_which_gpu_a_rank_takes(cupy, monkeypatch):

@@ -8,7 +8,7 @@ import time
 import fake_cuda
 import numpy as np
 import pytest
-from cuda_ranks import called, captured, one, pair, ranks, summed
+from cuda_ranks import called, captured, on_gpus, pair, ranks, summed
 
 import qccl
 from qccl.bench.verdict import findings
@@ -29,22 +29,20 @@ def wait_for_states(comm: qccl.Communicator, wanted: list[str]) -> None:
         time.sleep(0.005)
 
 
-def test_calls_are_queued_under_way_and_ended(world, cupy):
-    def run(comm):
-        called(comm)
-        before = time.time()
-        world.frozen = True
-        work = comm.quantized_allreduce(*pair(), codec="minmax8", async_op=True)
-        assert states(comm) == ["ended", "queued"] and comm.record().calls[-1].begun is None
-        world.ends, world.frozen = False, False
-        wait_for_states(comm, ["ended", "under way"])
-        world.ends = True
-        work.synchronize()
-        wait_for_states(comm, ["ended", "ended"])
-        comm.barrier()
-        return before, comm.record("asked"), time.time()
-
-    before, record, after = one(run)
+@on_gpus(1)
+def test_calls_are_queued_under_way_and_ended(comm, world, cupy):
+    called(comm)
+    before = time.time()
+    world.frozen = True
+    work = comm.quantized_allreduce(*pair(), codec="minmax8", async_op=True)
+    assert states(comm) == ["ended", "queued"] and comm.record().calls[-1].begun is None
+    world.ends, world.frozen = False, False
+    wait_for_states(comm, ["ended", "under way"])
+    world.ends = True
+    work.synchronize()
+    wait_for_states(comm, ["ended", "ended"])
+    comm.barrier()
+    record, after = comm.record("asked"), time.time()
     assert record.reason == "asked" and [call.sequence for call in record.calls] == [0, 1, 2]
     assert [call.call for call in record.calls] == [0, 1, 2]
     assert record.calls[1].text.startswith("allreduce(count=100") and record.calls[2].text == "barrier()"
@@ -53,17 +51,14 @@ def test_calls_are_queued_under_way_and_ended(world, cupy):
     assert not record.calls[1].transfers and not record.calls[1].missing
 
 
-def test_a_record_has_1024_calls_and_no_call_of_a_graph(cupy):
-    def run(comm):
-        x, out = called(comm)
-        captured(cupy, comm, lambda stream: comm.quantized_allreduce(x, out, stream=stream))
-        before = len(comm.record().calls)
-        for _ in range(1030):
-            comm.barrier()
-        return before, [call.sequence for call in comm.record().calls]
-
-    before, numbers = one(run)
-    assert before == 1
+@on_gpus(1)
+def test_a_record_has_1024_calls_and_no_call_of_a_graph(comm, cupy):
+    x, out = called(comm)
+    captured(cupy, comm, lambda stream: comm.quantized_allreduce(x, out, stream=stream))
+    assert len(comm.record().calls) == 1
+    for _ in range(1030):
+        comm.barrier()
+    numbers = [call.sequence for call in comm.record().calls]
     assert len(numbers) == 1024 and numbers == list(range(numbers[0], numbers[0] + 1024))
 
 

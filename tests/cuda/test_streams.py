@@ -7,7 +7,6 @@ import itertools
 import pytest
 from schedule_cases import one_rank
 
-from qccl.chunks import GPU
 from qccl.codecs import get
 from qccl.collectives import spec_of_plan
 from qccl.collectives.allreduce import one_shot, two_round
@@ -191,20 +190,6 @@ def test_encoding_runs_ahead_of_the_line(make, size):
         assert all(second[k] not in before[exchanges[k + 1]] for k in range(len(encodes) - 1))
 
 
-@pytest.mark.parametrize("codec", ["minmax8", "minmax4"])
-def test_a_bucket_of_ddp_overlaps_at_8_ranks(codec):
-    """25 MiB of gradients, without a chunk size: each chunk is encoded while the one before is on the wire."""
-    spec = spec_of_plan("allreduce", 25 * 2**20 // 4, "float32", get(codec), None, {})
-    schedule = spec.schedule(0, 8, in_place=True, chunking=GPU)
-    program = stream_tasks(schedule)
-    before = predecessors(program)
-    encodes = numbered(schedule, program, Encode, "scatter.send")
-    exchanges = numbered(schedule, program, Exchange, "scatter.send")
-    assert len(encodes) == len(exchanges) == (4 if codec == "minmax8" else 2)
-    for transfer, encode in zip(exchanges, encodes[1:], strict=False):
-        assert transfer not in before[encode] and encode not in before[transfer]
-
-
 def test_decodes_of_two_chunks_are_two_launches():
     """The first chunk to arrive is not kept waiting for the second."""
     schedule = one_rank(two_round, 0, 3, 3 * 2 * CHUNK, FLOAT32, CODEC, chunk_elements=CHUNK)
@@ -249,25 +234,22 @@ def test_what_shares_a_launch():
     assert [step.ops for step in stream_tasks(reduces)] == [(), (0, 1), ()]
 
 
-def test_a_rank_that_only_sends_is_done_when_its_send_is():
-    send = Exchange((Transfer(1, Span("a", 0, WIRE)),), ())
-    program = stream_tasks(wires(encode(0, 0), send))
-    assert [(step.queue, step.waits) for step in program[1:]] == [
-        (Queue.COMPUTE, ()),
-        (Queue.COMM, (1,)),
-        (Queue.COMPUTE, (2,)),
-    ]
-    assert tuple(dict.fromkeys(step.queue for step in program)) == (Queue.COMPUTE, Queue.COMM)
+SEND, RECEIVE = Exchange((Transfer(1, Span("a", 0, WIRE)),), ()), Exchange((), (Transfer(1, Span("a", 0, WIRE)),))
 
 
-def test_a_rank_that_only_receives_waits_for_the_run_before():
-    """Its slot may still be read by what was there before, on the home lane."""
-    receive = Exchange((), (Transfer(1, Span("a", 0, WIRE)),))
-    program = stream_tasks(wires(receive, Decode(CODEC, Span("a", 0, WIRE), Span("output", 0, 64))))
-    assert [step.waits for step in program] == [(), (0,), (1,), ()]
-    assert program[0].records
-
-
-def test_no_operations():
-    program = stream_tasks(wires())
-    assert [(step.ops, step.waits, step.records) for step in program] == [((), (), False), ((), (), True)]
+@pytest.mark.parametrize(
+    ("ops", "waits"),
+    [
+        ((encode(0, 0), SEND), [(), (), (1,), (2,)]),  # it is done when its send is
+        # its slot may still be read by what was there before, on the home queue
+        ((RECEIVE, Decode(CODEC, Span("a", 0, WIRE), Span("output", 0, 64))), [(), (0,), (1,), ()]),
+        ((), [(), ()]),
+    ],
+    ids=["only sends", "only receives", "nothing"],
+)
+def test_the_first_and_the_last_task_surround_all_others(ops, waits):
+    program = stream_tasks(wires(*ops))
+    assert [task.waits for task in program] == waits
+    queues = (Queue.COMM if isinstance(op, Exchange) else Queue.COMPUTE for op in ops)
+    assert [task.queue for task in program] == [HOME, *queues, HOME]
+    assert program[-1].records and program[0].records == ((0,) in waits)

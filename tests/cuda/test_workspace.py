@@ -14,7 +14,7 @@ import fake_cuda
 import fake_nccl
 import numpy as np
 import pytest
-from cuda_ranks import Captures, alike, on_gpus, one, ranks, values
+from cuda_ranks import Captures, alike, on_gpus, ranks, values
 
 import qccl
 from qccl.cuda import libraries
@@ -39,6 +39,20 @@ def tiny(monkeypatch, cupy):
     monkeypatch.setattr(module, "_GRANULE", 4096)
     monkeypatch.setattr(importlib.import_module("qccl.cuda.nccl"), "RESERVED_NBYTES", 32_768)
     monkeypatch.setattr(module, "RESERVED_NBYTES", 32_768)
+
+
+@pytest.fixture
+def little_room(world, cupy, monkeypatch):
+    """Neither NCCL nor the pool has room for a first block."""
+    alloc = cupy.cuda.alloc
+
+    def little(nbytes):
+        if nbytes >= 32 << 20:
+            raise fake_cuda.OutOfMemoryError("out of memory")
+        return alloc(nbytes)
+
+    world.nccl_memory = 1000
+    monkeypatch.setattr(cupy.cuda, "alloc", little)
 
 
 # -- one workspace ---------------------------------------------------------------------------------------------------
@@ -107,15 +121,13 @@ def test_it_grows_under_calls_that_use_it(seed, version, world, cupy, tiny, monk
     assert ranks(2, on_gpu) == qccl.run_ranks(2, on_host)
 
 
-def test_each_block_is_twice_as_large_as_the_one_before(world, cupy, tiny):
-    def run(comm):
-        for count in (100_000, 101_000, 102_000):
-            comm.quantized_allreduce(fake_cuda.array(values(comm.rank, count), comm.rank), **CALL)
-        comm.check()
-        return list(blocks(comm).values())
-
-    for sizes in ranks(2, run):
-        assert len(sizes) > 1 and all(b >= 2 * a for a, b in itertools.pairwise(sizes))
+@on_gpus(2)
+def test_each_block_is_twice_as_large_as_the_one_before(comm, world, cupy, tiny):
+    for count in (100_000, 101_000, 102_000):
+        comm.quantized_allreduce(fake_cuda.array(values(comm.rank, count), comm.rank), **CALL)
+    comm.check()
+    sizes = list(blocks(comm).values())
+    assert len(sizes) > 1 and all(b >= 2 * a for a, b in itertools.pairwise(sizes))
 
 
 @pytest.mark.parametrize("registered", [True, False])
@@ -147,14 +159,12 @@ def test_a_block_is_smaller_where_there_is_no_room_for_twice_the_size(registered
     assert all(len(sizes) == 2 and 32_768 < sizes[1] <= room for _, sizes in found)
 
 
-def test_one_rank_alone_needs_none(world, cupy):
-    def run(comm):
-        x, out = (fake_cuda.array(values(0, SMALL, i)) for i in range(2))
-        comm.quantized_allreduce(x, out)
-        comm.check()
-        return blocks(comm), comm.transport.reserved
-
-    assert one(run) == ({}, None)
+@on_gpus(1)
+def test_one_rank_alone_needs_none(comm, world, cupy):
+    x, out = (fake_cuda.array(values(0, SMALL, i)) for i in range(2))
+    comm.quantized_allreduce(x, out)
+    comm.check()
+    assert blocks(comm) == {} and comm.transport.reserved is None
     assert not calls_of(world, "ncclMemAlloc")
 
 
@@ -180,15 +190,13 @@ def test_memory_is_registered_before_its_use_and_forgotten_before_the_communicat
     assert not any(comm.registered for comm in world.communicators.values())
 
 
-def test_also_with_the_communicators_of_nodes(world, cupy):
-    def run(comm):
-        x = fake_cuda.array(values(comm.rank, 1000), comm.rank)
-        comm.hierarchical_allreduce(x, node_ids=[0, 0, 1, 1], exact=False)
-        comm.check()
-        both = [each.registered.values() for each in comm.transport._comms]
-        return len(both), all(list(each) == [comm.transport.reserved.ptr] for each in both)
-
-    assert ranks(4, run) == [(2, True)] * 4
+@on_gpus(4)
+def test_also_with_the_communicators_of_nodes(comm, world, cupy):
+    x = fake_cuda.array(values(comm.rank, 1000), comm.rank)
+    comm.hierarchical_allreduce(x, node_ids=[0, 0, 1, 1], exact=False)
+    comm.check()
+    both = [each.registered.values() for each in comm.transport._comms]
+    assert [list(each) for each in both] == [[comm.transport.reserved.ptr]] * 2
 
 
 @pytest.mark.parametrize("reason", ["version", "other library", "registration", "setting", "room"])
@@ -385,22 +393,10 @@ def test_the_error_names_what_frees_the_cache_of_torch(beside_torch, cupy, monke
     assert "1234 bytes were asked for" in text and ("torch.cuda.empty_cache()" in text) == beside_torch
 
 
-def test_without_room_for_the_first_block_a_plan_takes_what_it_needs(world, cupy, monkeypatch):
-    world.nccl_memory = 1000
-    alloc = cupy.cuda.alloc
-
-    def little_room(nbytes):
-        if nbytes >= 32 << 20:
-            raise fake_cuda.OutOfMemoryError("out of memory")
-        return alloc(nbytes)
-
-    monkeypatch.setattr(cupy.cuda, "alloc", little_room)
-
-    def run(comm):
-        before = sum(blocks(comm).values())
-        x = fake_cuda.array(np.ones(SMALL, np.float32), comm.rank)
-        comm.quantized_allreduce(x, **CALL)
-        comm.check()
-        return before, sum(blocks(comm).values()), bool((x.get() == 2).all())
-
-    assert ranks(2, run) == [(0, 2 << 20, True)] * 2
+@on_gpus(2)
+def test_without_room_for_the_first_block_a_plan_takes_what_it_needs(comm, world, little_room):
+    before = sum(blocks(comm).values())
+    x = fake_cuda.array(np.ones(SMALL, np.float32), comm.rank)
+    comm.quantized_allreduce(x, **CALL)
+    comm.check()
+    assert before == 0 and sum(blocks(comm).values()) == 2 << 20 and (x.get() == 2).all()

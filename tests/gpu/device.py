@@ -95,7 +95,31 @@ class Kernels:
             self._race((1,), (1024,), (np.uint64(target),))
 
 
-class Mirror:
+class _Alone:
+    """What a transport of one GPU has nothing to do for (DeviceTransport)."""
+
+    reserved = None
+
+    def __init__(self) -> None:
+        gpu = cuda_libraries()
+        self.device, self._runtime = gpu.runtime.getDevice(), gpu.runtime
+        self._stream = gpu.cupy.cuda.Stream(non_blocking=True)
+        self.stream = self._stream.ptr
+
+    def split(self, color: int | None, key: int, timeout: float) -> None:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        pass
+
+    def abort(self, reason: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Mirror(_Alone):
     """Rank 0 of a group whose other ranks hold what this one holds: it gets back what it sends (DeviceTransport).
 
     With one_shot that is a true all-reduce of equal arrays. A transfer takes ``seconds_per_byte`` in addition, and
@@ -104,16 +128,12 @@ class Mirror:
 
     name, hardware = "mirror", ""
     rank = local_rank = 0
-    host = reserved = None
+    host = None
 
     def __init__(self, size: int = 2, seconds_per_byte: float = 0.0) -> None:
-        gpu = cuda_libraries()
+        super().__init__()
         self.size = self.local_size = size
         self.nodes = (0,) * size
-        self.device = gpu.runtime.getDevice()
-        self._runtime = gpu.runtime
-        self._stream = gpu.cupy.cuda.Stream(non_blocking=True)
-        self.stream = self._stream.ptr
         self._kernels = Kernels() if seconds_per_byte else None
         self._rate = seconds_per_byte
 
@@ -132,47 +152,25 @@ class Mirror:
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
         return [item] * self.size
 
-    def split(self, color: int | None, key: int, timeout: float) -> None:
-        raise NotImplementedError
 
-    def check(self) -> None:
-        pass
-
-    def abort(self, reason: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class Apart(Group):
+class Apart(_Alone, Group):
     """Ranks, each on its own node, that have only a host transport between them (DeviceTransport)."""
 
     name = "apart"
-    reserved = None
 
     def __init__(self, host: Transport) -> None:
-        gpu = cuda_libraries()
+        super().__init__()
         self.host: Transport | None = host
         self.rank, self.size = host.rank, host.size
         self.local_rank, self.local_size = 0, 1
         self.nodes = tuple(range(host.size))
-        self.device = gpu.runtime.getDevice()
         self._host = host
-        self._stream = gpu.cupy.cuda.Stream(non_blocking=True)
-        self.stream = self._stream.ptr
 
     def exchange(self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int) -> list[Call]:
         raise AssertionError("there is no way between these ranks' devices")
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
         return self._host.allgather(item, timeout)
-
-    def split(self, color: int | None, key: int, timeout: float) -> None:
-        raise NotImplementedError
-
-    def check(self) -> None:
-        pass
 
     def abort(self, reason: str) -> None:
         self._host.abort(reason)
