@@ -15,6 +15,7 @@ from qccl.calls import Collectives
 from qccl.choosing import Chooser
 from qccl.collectives import CollectiveSpec, HierarchicalSpec, spec_of_plan
 from qccl.costs.group import GroupProfile
+from qccl.deadline import Deadline
 from qccl.dtypes import DTypeLike
 from qccl.dynamo import not_traced, skip_tracing
 from qccl.engine.base import Backend
@@ -449,9 +450,9 @@ class Communicator(Collectives):
 
     def _await_newcomers(self, size: int | None, timeout: float) -> int:
         """The number of processes that wait to join, when they are enough."""
-        deadline, before = time.monotonic() + timeout, self._session.mark()
+        deadline, before = Deadline(timeout), self._session.mark()
         while True:
-            note = struct.pack("<q?", self.transport.waiting(), time.monotonic() > deadline)
+            note = struct.pack("<q?", self.transport.waiting(), deadline.is_over)
             notes = self._session.run_collective(f"grow(size={size})", partial(self.transport.allgather, note, timeout))
             found = [struct.unpack("<q?", each) for each in notes]
             newcomers: int = sum(count for count, _ in found)

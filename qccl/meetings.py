@@ -15,7 +15,6 @@ import os
 import re
 import socket
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from qccl.ancestors import ancestors
+from qccl.deadline import Deadline
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError
 from qccl.launchers import Launcher
 from qccl.transports import tls
@@ -270,16 +270,16 @@ def _gather_on(board: _Board, rank: int, size: int) -> Callable[[bytes, float], 
 
     def gather(note: bytes, timeout: float) -> list[bytes]:
         nonlocal room
-        deadline = time.monotonic() + timeout
-        room = room or (_find_room(board, rank, size, timeout) if rank else _open_room(board, size, timeout))
+        deadline = Deadline(timeout)
+        room = room or (_find_room(board, rank, size, timeout) if rank else _open_room(board, size, deadline))
         key = f"{room}/{next(numbers)}"
         board.set(f"{key}/{rank}", note)
-        return _collect(lambda other, left: board.get(f"{key}/{other}", left), range(size), deadline, timeout)
+        return _collect(lambda other, left: board.get(f"{key}/{other}", left), range(size), deadline)
 
     return gather
 
 
-def _open_room(board: _Board, size: int, timeout: float) -> str:
+def _open_room(board: _Board, size: int, deadline: Deadline) -> str:
     """On rank 0: wait for the others, and tell each the name under which they exchange notes."""
     room, others = uuid.uuid4().hex, range(1, size)
 
@@ -287,7 +287,7 @@ def _open_room(board: _Board, size: int, timeout: float) -> str:
         return board.get(f"waiting/{other}", seconds)
 
     try:
-        names = _collect(waiting, others, time.monotonic() + timeout, timeout)
+        names = _collect(waiting, others, deadline)
     except CollectiveTimeout as error:
         for other in others:
             with contextlib.suppress(RuntimeError):
@@ -313,14 +313,14 @@ def _find_room(board: _Board, rank: int, size: int, timeout: float) -> str:
     return answer
 
 
-def _collect(get: Callable[[int, float], bytes], ranks: Iterable[int], deadline: float, timeout: float) -> list[bytes]:
+def _collect(get: Callable[[int, float], bytes], ranks: Iterable[int], deadline: Deadline) -> list[bytes]:
     """The notes of ``ranks``; ``get(rank, seconds)`` raises RuntimeError where a rank has not come."""
     notes: list[bytes] = []
     for rank in ranks:
         try:
-            notes.append(get(rank, max(_LOOK_SECONDS, deadline - time.monotonic())))
+            notes.append(get(rank, deadline.remaining(_LOOK_SECONDS)))
         except RuntimeError as error:
-            raise CollectiveTimeout(f"rank {rank} did not come within {timeout} s ({error})") from error
+            raise CollectiveTimeout(f"rank {rank} did not come within {deadline.seconds} s ({error})") from error
     return notes
 
 

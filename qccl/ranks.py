@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from qccl.arguments import integer, timeout_of
 from qccl.communicator import Communicator
+from qccl.deadline import Deadline
 from qccl.errors import CollectiveTimeout
 from qccl.threads import start
 from qccl.transports.loopback import LoopbackGroup
@@ -68,11 +68,9 @@ def run_ranks(n: int, fn: Callable[[Communicator], _T], *, timeout: float = 60.0
 
 def _join(threads: list[threading.Thread], failures: list[BaseException], patience: float) -> None:
     """Wait for the threads: without limit while none has failed, from then on for ``patience`` seconds."""
-    limit = None
+    limit = Deadline(patience, counts=False)
     for thread in threads:
         while thread.is_alive():
             thread.join(0.1)
-            if limit is None and failures:
-                limit = time.monotonic() + patience
-            if limit is not None and time.monotonic() > limit:
+            if failures and limit.start().is_over:
                 return

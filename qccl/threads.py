@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import _thread
 import threading
-import time
 
+from qccl.deadline import Deadline
 from qccl.errors import EngineError
 
 __all__ = ["start"]
@@ -36,7 +36,7 @@ def start(thread: threading.Thread) -> None:
                 failures.append(error)
             is_over.release()
 
-    wait, until = _LAUNCH_SECONDS, time.monotonic() + _MOST_SECONDS
+    wait, until = _LAUNCH_SECONDS, Deadline(_MOST_SECONDS)
     while not failures:
         try:
             _thread.start_new_thread(launch, ())
@@ -46,7 +46,7 @@ def start(thread: threading.Thread) -> None:
             if is_over.acquire(timeout=wait) and not failures:
                 return
             wait *= 2
-            if not failures and time.monotonic() > until:
+            if not failures and until.is_over:
                 failures.append(RuntimeError(f"the system did not run it within {_MOST_SECONDS} s"))
     raise EngineError(
         f"the thread {thread.name!r} cannot be started ({failures[0]}); allow the process more threads or memory: see "

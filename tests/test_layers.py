@@ -30,12 +30,13 @@ def table(text: str) -> dict[str, set[str]]:
 #: for; bench is a program that measures calls: it uses neither the engines, nor what a call consists of
 MAY_IMPORT = table("""
 errors:
+deadline:
 files: errors
 removed: errors
 intervals:
 lifetime:
 scalars:
-threads: errors
+threads: deadline errors
 machine_name:
 trace: files machine_name
 dtypes: errors scalars
@@ -56,11 +57,11 @@ saved: errors files
 tensors: errors
 dynamo:
 arrays: _host dtypes errors scalars tensors
-transports: _host dtypes errors files launchers lifetime machine_name threads
-meetings: ancestors errors launchers transports
+transports: _host dtypes deadline errors files launchers lifetime machine_name threads
+meetings: ancestors deadline errors launchers transports
 engine: _host arrays chunks errors intervals schedule threads trace
-host: _host arrays chunks codecs dtypes engine errors guard lifetime scalars schedule tensors trace transports
-cuda: _host arrays chunks codecs dtypes engine errors files lifetime schedule tensors threads trace transports
+host: _host arrays chunks codecs dtypes deadline engine errors guard lifetime scalars schedule tensors trace transports
+cuda: _host arrays chunks codecs dtypes deadline engine errors files lifetime schedule tensors threads trace transports
 arguments: codecs errors scalars
 options: arguments collectives dtypes trace
 measuring: arrays codecs collectives costs dtypes engine errors programs schedule session
@@ -75,7 +76,7 @@ work: arguments dynamo engine errors guard session
 calls: arguments arrays choosing collectives costs dtypes dynamo engine errors guard options programs schedule session
     state tensors work
 communicator: arguments calls choosing collectives costs cuda dtypes dynamo engine errors guard host meetings
-    metrics plan ranges records removed session statistics transports
+    deadline metrics plan ranges records removed session statistics transports
 pointers: arguments arrays calls collectives communicator dtypes errors options work
 weights: errors
 decentralized: arguments codecs communicator dynamo errors scalars weights
@@ -84,7 +85,7 @@ outer_step: errors parameters scalars work
 diloco: arguments arrays codecs collectives communicator dynamo errors outer_step owners parameters removed scalars
 jax: arguments codecs communicator dtypes errors launch lifetime owners state
 launch: arguments communicator costs cuda errors launchers machine_name meetings removed transports
-ranks: arguments communicator errors threads transports
+ranks: arguments communicator deadline errors threads transports
 torch: _host arguments codecs collectives communicator costs cuda dtypes dynamo errors meetings owners removed scalars
     schedule state trace transports work
 qccl: codecs communicator cuda decentralized diloco errors launch plan pointers ranks removed saved
@@ -115,6 +116,8 @@ parameters.py: numpy
 records.py: msgspec
 saved.py: ml_dtypes numpy
 state.py: numpy
+transports/connected.py: msgspec
+transports/messages.py: msgspec
 transports/mpi.py: mpi4py
 cuda/nccl.py: torch
 weights.py: numpy

@@ -22,14 +22,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 
 from qccl.chunks import GPU
 from qccl.cuda import source as cuda_source
 from qccl.cuda.consistency import Consistency
-from qccl.cuda.deadline import Deadline
 from qccl.cuda.device import Device
 from qccl.cuda.libraries import as_qccl_error, cuda_libraries, on_device, record, translated, wait_for
 from qccl.cuda.program import CudaProgram
@@ -41,6 +39,7 @@ from qccl.cuda.staging import check_stream_flags
 from qccl.cuda.state import DeviceState
 from qccl.cuda.watchdog import Watchdog
 from qccl.cuda.workspace import Workspace
+from qccl.deadline import Deadline
 from qccl.engine.base import Bound, Numbers, Progress, Request
 from qccl.engine.checks import check_addresses
 from qccl.engine.control import Header, Kind
@@ -133,7 +132,7 @@ class CudaEngine:
         if captured:
             program.check_capture(traced=trace is not None)
         # counts from the run's first task
-        limit = Deadline(self.timeout if request.timeout is None else request.timeout)
+        limit = Deadline(self.timeout if request.timeout is None else request.timeout, counts=False)
         run = CudaRun(self._pending, header.call_text, numbers.calls, limit, streams[0], captured=captured)
         queues = self.device.capture_queues if captured else self.device.queues
         if not captured:
@@ -199,7 +198,7 @@ class CudaEngine:
 
     def _log_waiting(self, header: Header) -> LoggedCall:
         """A call for which the host waits until the other ranks have come to it, too."""
-        return self._log.add(header.sequence, self.numbers.calls, header.text, Deadline(self.timeout).start())
+        return self._log.add(header.sequence, self.numbers.calls, header.text, Deadline(self.timeout))
 
     def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
         """Collective: split the NCCL communicator by groups of ranks, where that was not done before."""
@@ -208,11 +207,10 @@ class CudaEngine:
 
     def check(self, timeout: float, stream: int | None = None) -> None:
         """Wait for all pending runs, and for ``stream``; raise their failures."""
-        deadline = time.monotonic() + timeout
         self._check_usable()
         if stream is not None:
-            self._wait_for_stream(stream, deadline)
-        self._wait_for_runs(Deadline(timeout).start(), timeout)
+            self._wait_for_stream(stream, Deadline(timeout))
+        self._wait_for_runs(Deadline(timeout))
         self._check_usable()
         self.transport.check()
 
@@ -225,7 +223,7 @@ class CudaEngine:
         self.check(self.timeout, 0)
         return CudaRig(self.device, lambda stream: self.check(self.timeout, stream))
 
-    def _wait_for_stream(self, stream: int, deadline: float) -> None:
+    def _wait_for_stream(self, stream: int, deadline: Deadline) -> None:
         event = self.device.take_event()
         with translated, on_device(self.device.number):
             record(event.ptr, stream)
@@ -236,8 +234,8 @@ class CudaEngine:
                 raise
         self.device.give_back(event)
 
-    def _wait_for_runs(self, deadline: Deadline, timeout: float) -> None:
-        text = f"has pending calls that did not end within {timeout} s"
+    def _wait_for_runs(self, deadline: Deadline) -> None:
+        text = f"has pending calls that did not end within {deadline.seconds} s"
         self._pending.wait_until(lambda: not self._pending, deadline, text)
 
     def _make_proxy(self) -> HostProxy:
@@ -295,13 +293,13 @@ class CudaEngine:
         """Wait until no run is pending (at most ``timeout`` seconds), and leave. Idempotent."""
         if self._pending.closed:
             return
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         if self.failure is None:
             with contextlib.suppress(QcclError):  # the runs that failed have it
-                self._wait_for_runs(Deadline(timeout).start(), timeout)
+                self._wait_for_runs(deadline)
         self._pending.closed = True
         if self._proxy is not None:
-            self._proxy.close(max(deadline - time.monotonic(), 0.0))
+            self._proxy.close(deadline)
         self._watchdog.wake()
         self._watchdog.join(_GRACE_SECONDS)
         self._pending.callbacks.join(_GRACE_SECONDS)

@@ -17,6 +17,7 @@ from types import ModuleType, TracebackType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from qccl import threads
+from qccl.deadline import Deadline
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError
 
 __all__ = [
@@ -367,12 +368,12 @@ def bounded(device: int | None, timeout: float, what: str, fn: Callable[[], _T])
     return result  # type: ignore[return-value]
 
 
-def wait_for(event: int, deadline: float, what: str, check: Callable[[], None]) -> None:
-    """Wait for an event until ``deadline`` (time.monotonic()), and let ``check`` raise what went wrong meanwhile."""
+def wait_for(event: int, deadline: Deadline, what: str, check: Callable[[], None]) -> None:
+    """Wait for an event until ``deadline``, and let ``check`` raise what went wrong meanwhile."""
     nap = 20e-6
     while (status := event_status(event)) == NOT_READY:
         check()
-        if time.monotonic() > deadline:
+        if deadline.is_over:
             raise CollectiveTimeout(f"{what} did not end in time")
         time.sleep(nap)
         nap = min(2 * nap, 1e-3)

@@ -25,7 +25,6 @@ import logging
 import os
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -50,6 +49,7 @@ from qccl.cuda.nccl_id import ID_NBYTES, agreed_id, broadcast_note
 from qccl.cuda.nccl_library import UINT8, BareCommunicator, set_up, with_reason
 from qccl.cuda.nccl_memory import NcclMemory, check_registration
 from qccl.cuda.workspace import RESERVED_NBYTES
+from qccl.deadline import Deadline
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, EngineError, QcclError
 from qccl.transports.base import Call, DeviceTransfer, DeviceTransport, Transport, split_groups
@@ -271,7 +271,7 @@ class NcclTransport(DeviceTransport):
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
         """Over the GPUs, in two rounds: the lengths of the items, then the items, padded to the longest."""
         self._check_alive()
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         try:
             with on_device(self.device):
                 lengths = [int.from_bytes(n, "little") for n in self._gather(len(item).to_bytes(8, "little"), deadline)]
@@ -353,9 +353,9 @@ class NcclTransport(DeviceTransport):
         calls += [(self.comm.allGather, (memory.ptr, memory.ptr + _ALIGNMENT, 1, UINT8, self.stream))]
         for function, arguments in calls:
             function(*arguments)
-        self._finish(time.monotonic() + self._timeout)
+        self._finish(Deadline(self._timeout))
 
-    def _gather(self, item: bytes, deadline: float) -> list[bytes]:
+    def _gather(self, item: bytes, deadline: Deadline) -> list[bytes]:
         """All ranks' items of equal length, by NCCL. The host memory is pinned: copies from other memory block."""
         gpu = cuda_libraries()
         size, slot = len(item), -(-len(item) // _ALIGNMENT) * _ALIGNMENT
@@ -371,7 +371,7 @@ class NcclTransport(DeviceTransport):
         self._lost.pop()
         return [ctypes.string_at(host.ptr + slot * (r + 1), size) for r in range(self.size)]
 
-    def _finish(self, deadline: float) -> None:
+    def _finish(self, deadline: Deadline) -> None:
         """Wait until the stream has done all its work."""
         record(self._event.ptr, self.stream)
         wait_for(self._event.ptr, deadline, "a collective of the set-up", self.check)

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from qccl.cuda.deadline import Deadline
+from qccl.deadline import Deadline
 from qccl.engine.progress import ProgressThread
 from qccl.errors import CollectiveTimeout, EngineError, QcclError, gave_up
 from qccl.transports.base import Transport
@@ -142,10 +142,9 @@ class HostProxy:
             self.abort(str(ours))
         return True
 
-    def close(self, timeout: float) -> None:
-        """Wait until all messages have ended, at most ``timeout`` seconds, and end the thread. Idempotent."""
-        deadline = time.monotonic() + timeout
-        while self.detached and self._ended is None and time.monotonic() < deadline:
+    def close(self, deadline: Deadline) -> None:
+        """Wait until all messages have ended, at the latest at the deadline, and end the thread. Idempotent."""
+        while self.detached and self._ended is None and not deadline.is_over:
             time.sleep(_NAP_SECONDS)
         if self.detached and self._ended is None:
             self.abort(f"rank {self.transport.rank} left while messages were under way")
@@ -182,7 +181,7 @@ class HostProxy:
         if started or ended:
             return True
         with self._state:
-            overdue = [batch for batch in self._batches if batch.deadline.is_over()]
+            overdue = [batch for batch in self._batches if batch.deadline.is_over]
         if overdue:
             raise CollectiveTimeout(
                 f"rank {self.transport.rank} reached the deadline of {overdue[0].call_text}: "

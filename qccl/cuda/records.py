@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from qccl.cuda.deadline import Deadline
+from qccl.deadline import Deadline
 from qccl.engine.records import CallRecord, State
 
 __all__ = ["CallLog", "LoggedCall"]

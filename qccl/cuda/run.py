@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from qccl.cuda.callbacks import CallbackThread
-from qccl.cuda.deadline import Deadline
 from qccl.cuda.device import Device
 from qccl.cuda.libraries import NOT_READY, as_qccl_error, cuda_libraries, event_status, translated
 from qccl.cuda.records import LoggedCall
+from qccl.deadline import Deadline
 from qccl.engine.callbacks import WithCallbacks
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, QcclError, gave_up
 
@@ -141,7 +141,7 @@ class PendingRuns:
         """
         text = f"waited {run.deadline.seconds:.3g} s for an earlier call to begin, to make room for {run.call_text}"
         while self.failure is None and (first := self._in_the_way_of(run)) is not None:
-            begins = Deadline(run.deadline.seconds).start()
+            begins = Deadline(run.deadline.seconds)
             self.wait_until(first.has_begun, begins, text)
             self.wait_until(first.has_ended, first.deadline, f"reached the deadline of {first.call_text}")
 
@@ -170,7 +170,7 @@ class PendingRuns:
         """A run that is past its deadline, or None."""
         with self._lock:
             pending = list(self._runs)
-        return next((run for run in pending if run.deadline.is_over()), None)
+        return next((run for run in pending if run.deadline.is_over), None)
 
     def make_stream_wait(self, run: CudaRun) -> None:
         """Make the caller's stream wait for the run. Blocks while the stream's queue is full."""
@@ -237,7 +237,7 @@ class PendingRuns:
             self.check_device()
             if limit is not None and time.monotonic() > limit:
                 return
-            if deadline.is_over():
+            if deadline.is_over:
                 self._fail(CollectiveTimeout(f"rank {self._rank} {text}"))
                 return
             waited = time.monotonic() - begin

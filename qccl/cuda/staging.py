@@ -15,10 +15,10 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from qccl.cuda.deadline import Deadline
 from qccl.cuda.libraries import DEVICE_TO_HOST, HOST_TO_DEVICE, check_status, cuda_libraries
 from qccl.cuda.proxy import HostProxy, Message, TransferBatch
 from qccl.cuda.streams import StreamTask
+from qccl.deadline import Deadline
 from qccl.errors import EngineError
 from qccl.schedule import Exchange, Queue, Schedule, Span, Task, Transfer, dependencies
 from qccl.transports.base import Call

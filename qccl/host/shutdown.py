@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 
 from qccl import _host
+from qccl.deadline import Deadline
 from qccl.engine.control import CALL, Header, Kind, data_nbytes
 from qccl.errors import MismatchError, QcclError, failure_text
 from qccl.transports.base import Transport
@@ -42,28 +42,28 @@ class Shutdown:
 
     def flush(self) -> None:
         """Wait a moment until it is sent."""
-        deadline = time.monotonic() + _FLUSH_SECONDS
-        while self._loop.control_sends and time.monotonic() < deadline:
+        deadline = Deadline(_FLUSH_SECONDS)
+        while self._loop.control_sends and not deadline.is_over:
             with contextlib.suppress(QcclError):
                 self._loop.drain(1, self._note)
 
     def hear_others(self) -> None:
         """Wait until every other rank has sent its last control message, too, or none can any more."""
-        deadline, idle = time.monotonic() + _MISMATCH_SECONDS, 0
+        deadline, idle = Deadline(_MISMATCH_SECONDS), 0
         with contextlib.suppress(QcclError):  # a rank closed its connections: it has heard of all
-            while self._are_missing(self._loop.refused) and time.monotonic() < deadline:
+            while self._are_missing(self._loop.refused) and not deadline.is_over:
                 idle += 1
                 with contextlib.suppress(MismatchError):
                     self._loop.drain(idle, self._note)
 
     def close(self, text: str, timeout: float, on_control: Callable[[int, bytes], None]) -> bool:
         """Collective: leave when all other ranks do. False if some have not after ``timeout`` seconds."""
-        deadline, idle = time.monotonic() + timeout, 0
+        deadline, idle = Deadline(timeout), 0
         self._loop.broadcast_control(_packed(Kind.CLOSE, text))
         while self._loop.control_sends or self._are_missing():
             idle += 1
             self._loop.drain(idle, on_control)
-            if time.monotonic() > deadline:
+            if deadline.is_over:
                 return False
         return True
 

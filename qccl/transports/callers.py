@@ -11,13 +11,20 @@ import errno
 import socket
 import time
 from abc import ABC, abstractmethod
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
+from qccl.deadline import Deadline
 from qccl.transports import descriptors
+from qccl.transports.channel import MOST_NBYTES, Channel, Keys
+from qccl.transports.secure_socket import SecureSocket
 from qccl.transports.sockets import BACKLOG, seats, send_at_once
-from qccl.transports.strangers import report
+from qccl.transports.strangers import NotARank, report
 
-__all__ = ["NO_ROOM", "Callers"]
+__all__ = ["NO_ROOM", "Caller", "Callers"]
+
+#: the first byte of every TLS connection
+HANDSHAKE = b"\x16"
 
 #: how long a caller may take to say what it wants
 HELLO_SECONDS = 5.0
@@ -27,25 +34,43 @@ _MOST_NBYTES = 8 << 20
 NO_ROOM = "too many of them at once"
 
 
-class Caller(Protocol):
+class Caller(Channel):
     """A connection that this process has accepted.
 
     Attributes:
-        until: the time.monotonic() at which it is dropped.
+        until: when it is dropped.
+        begins_with_tls: its first byte is that of TLS.
     """
 
-    until: float
+    def __init__(
+        self, connection: socket.socket, keys: Keys, parse: Callable[[bytes], Any], most: int = MOST_NBYTES
+    ) -> None:
+        super().__init__(connection, parse, keys.seal, most=most)
+        self._fresh: socket.socket | None = connection  # until it is known how it speaks
+        self._keys = keys
+        self.until = Deadline(HELLO_SECONDS)
+        self.begins_with_tls = False
 
     @property
-    def nbytes(self) -> int:
-        """What has come of a message that is not complete."""
+    def is_plain(self) -> bool:
+        """It speaks without TLS, to a process that has a key for it."""
+        return bool(self._keys.tls) and not isinstance(self._connection, SecureSocket)
 
-    @property
-    def is_proved(self) -> bool:
-        """It has proved over TLS that it has the secret."""
-
-    def close(self) -> None:
-        """Close the connection."""
+    def hear(self) -> None:
+        """As of a Channel. First find out whether the caller begins with TLS."""
+        if self._fresh is not None:
+            self._fresh.setblocking(False)
+            try:
+                first = self._fresh.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                return
+            except OSError:
+                first = b""
+            self.begins_with_tls = first == HANDSHAKE
+            if self.begins_with_tls and self._keys.tls:
+                self._connection = SecureSocket(self._fresh, self._keys.tls, is_server=True)
+            self._fresh = None
+        super().hear()
 
 
 _C = TypeVar("_C", bound=Caller)
@@ -54,19 +79,35 @@ _C = TypeVar("_C", bound=Caller)
 class Callers(ABC, Generic[_C]):
     """The connections to a listening socket, which belongs to this object. Subclasses say what callers may say."""
 
-    def __init__(self, server: socket.socket) -> None:
-        self._server = server
+    def __init__(self, server: socket.socket, keys: Keys) -> None:
+        self._server, self._keys = server, keys
         self._unknown: dict[_C, None] = {}  # the oldest first
         self._known: dict[_C, None] = {}
         server.setblocking(False)
+
+    def __contains__(self, caller: _C) -> bool:
+        return caller in self._unknown or caller in self._known
 
     @abstractmethod
     def _welcome(self, connection: socket.socket) -> _C:
         """A new caller."""
 
     @abstractmethod
+    def _judge(self, caller: _C) -> None:
+        """Act on what a caller has sent; never blocks for long. Raises NotARank."""
+
     def _hear(self, caller: _C) -> None:
-        """Read what a caller has sent, and act on it; never blocks for long."""
+        """Read what a caller has sent, and act on it."""
+        try:
+            caller.hear()
+            self._judge(caller)
+        except NotARank as stranger:
+            self._refuse(caller, stranger)
+
+    def _refuse(self, caller: _C, stranger: NotARank) -> None:
+        """A caller is not a rank, or says what no rank says now."""
+        report(str(stranger))
+        self.drop(caller)
 
     def _forget(self, caller: _C) -> None:
         """A caller is about to be closed, or belongs to somebody else from now on."""
@@ -94,7 +135,6 @@ class Callers(ABC, Generic[_C]):
             else:
                 send_at_once(connection)
                 caller = self._welcome(connection)
-                caller.until = time.monotonic() + HELLO_SECONDS
                 self._unknown[caller] = None
                 self._hear(caller)
                 if len(self._unknown) > seats():
@@ -104,7 +144,7 @@ class Callers(ABC, Generic[_C]):
     def bound(self) -> None:
         """Drop callers that are too late, and the largest ones of too many bytes."""
         now = time.monotonic()
-        for each in [each for each in (*self._unknown, *self._known) if each.until < now]:
+        for each in [each for each in (*self._unknown, *self._known) if each.until.end < now]:
             self.drop(each, "it says nothing, or too slowly")
         while sum(each.nbytes for each in self._unknown) > _MOST_NBYTES:
             self.drop(max(self._unknown, key=lambda each: each.nbytes), "too many bytes")
@@ -118,7 +158,7 @@ class Callers(ABC, Generic[_C]):
 
     def _remove(self, caller: _C) -> bool:
         """From now on the connection is not of this object; whether it was."""
-        if caller not in self._unknown and caller not in self._known:
+        if caller not in self:
             return False
         self._unknown.pop(caller, None)
         self._known.pop(caller, None)

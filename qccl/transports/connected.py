@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import struct
-import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
+import msgspec
+
 from qccl import _host
+from qccl.deadline import Deadline
 from qccl.errors import (
     ArgumentError,
     CollectiveTimeout,
@@ -116,8 +117,7 @@ class ConnectedTransport(NativeTransport):
                     gather(_REFUSAL + str(error).encode(errors="replace")[:_MOST_REASON])
                 raise
             on_failure.callback(wire.close, 0)
-            member = json.dumps(membership.member(wire.address()))
-            notes = gather(f"{descriptors.left()} {member}".encode())
+            notes = gather(b"%d %b" % (descriptors.left(), msgspec.json.encode(membership.member(wire.address()))))
             for rank, note in enumerate(notes):
                 if note.startswith(_REFUSAL):
                     raise EngineError(f"rank {rank}: {printable(note[len(_REFUSAL) :], _MOST_REASON)}")
@@ -169,7 +169,7 @@ class ConnectedTransport(NativeTransport):
         self.membership: MembershipSocket | None = membership
         self.rank, self.size = membership.rank, len(membership.members)
         self.progress_hook = progress_hook
-        places = [(member.host, member.port) for member in membership.members]
+        places = [member.place for member in membership.members]
         self._watch = Watch(places, places[self.rank][0], membership.greeting)
         self._set_up = 0  # transfers of allgather() so far
         self._exchanged: object = None  # the memory of the last ones
@@ -179,10 +179,10 @@ class ConnectedTransport(NativeTransport):
         try:
             with descriptors.or_engine_error(f"{self.name} cannot connect rank {self.rank}"):
                 descriptors.allow(self.size * max(1, self._connections(network)))
-                self._connect_wire([bytes.fromhex(member.worker) for member in membership.members])
+                self._connect_wire([member.worker for member in membership.members])
             self._watch.begin()
             membership.look_at_names(self._watch)
-            self._meet(time.monotonic() + timeout, timeout)
+            self._meet(Deadline(timeout))
             self._set_topology([member.machine for member in membership.members])
             membership.look(self._watch)
             membership.hear()
@@ -199,9 +199,9 @@ class ConnectedTransport(NativeTransport):
         """Connect the wire to the others; ``addresses`` by rank. Raises WireError and OSError."""
         self.wire.connect(self.rank, addresses, _weakly(self._find_ended))
 
-    def _meet(self, deadline: float, timeout: float) -> None:
+    def _meet(self, deadline: Deadline) -> None:
         """Collective: the first message, which shows that all ranks are connected."""
-        self._exchange(b"\0", [1] * self.size, deadline, timeout)
+        self._exchange(b"\0", [1] * self.size, deadline)
 
     def _no_network(self, reason: str) -> str:
         """The message of an error of wire.connect()."""
@@ -278,15 +278,15 @@ class ConnectedTransport(NativeTransport):
 
         ``secret`` and ``encrypts`` are the group's. ``timeout`` is for all of it, also for the library's start.
         """
-        until = time.monotonic() + timeout
+        until = Deadline(timeout)
         with descriptors.or_engine_error(f"{cls.name} cannot start"):
             network = Network.towards(address[0])
             membership = MembershipSocket(*cls._listens(network), secret)
 
         def agree(worker: bytes) -> Decision:
             if membership.epoch < 0:
-                return membership.knock(address, worker, timeout, until)
-            return membership.agree(worker, 0, max(0.0, until - time.monotonic()))
+                return membership.knock(address, worker, until)
+            return membership.agree(worker, 0, until.remaining())
 
         try:
             return cls._form(membership, network, Protection(secret, encrypts), agree, timeout)
@@ -305,7 +305,7 @@ class ConnectedTransport(NativeTransport):
         maker: ConnectedTransport | None = None,
     ) -> tuple[Self, int]:
         """Agree on a group and connect it; again without the ranks that are lost meanwhile."""
-        deadline = time.monotonic() + 2 * timeout
+        deadline = Deadline(2 * timeout)
         while True:
             with descriptors.or_engine_error(f"{cls.name} cannot start"):
                 wire = cls._start(network, membership, protection.of_wire)
@@ -317,14 +317,14 @@ class ConnectedTransport(NativeTransport):
                 raise
             if membership.member(worker) not in decision.members:  # agreed on earlier, with a wire that was given up
                 wire.close(0)
-                if time.monotonic() > deadline:
+                if deadline.is_over:
                     raise CollectiveTimeout(f"the ranks agreed on groups with wires that were given up for {timeout} s")
                 continue
             transport = cls.__new__(cls)
             try:
                 transport._connect(wire, membership, network, protection, timeout, membership.check_whole, maker)
             except QcclError as error:
-                if not is_own(error) or time.monotonic() > deadline:
+                if not is_own(error) or deadline.is_over:
                     raise
             else:
                 return transport, decision.calls
@@ -334,17 +334,17 @@ class ConnectedTransport(NativeTransport):
 
         Raises MismatchError for an impossible length.
         """
-        deadline = time.monotonic() + timeout
-        lengths = self._exchange(struct.pack("<q", len(item)), [8] * self.size, deadline, timeout)
+        deadline = Deadline(timeout)
+        lengths = self._exchange(struct.pack("<q", len(item)), [8] * self.size, deadline)
         sizes = [struct.unpack("<q", length)[0] for length in lengths]
         for rank, nbytes in enumerate(sizes):
             if not 0 <= nbytes <= _MOST_NBYTES:
                 raise MismatchError(
                     f"rank {rank} gives {nbytes} bytes to an all-gather; 0 to {_MOST_NBYTES} are allowed"
                 )
-        return self._exchange(item, sizes, deadline, timeout)
+        return self._exchange(item, sizes, deadline)
 
-    def _exchange(self, item: bytes, sizes: Sequence[int], deadline: float, timeout: float) -> list[bytes]:
+    def _exchange(self, item: bytes, sizes: Sequence[int], deadline: Deadline) -> list[bytes]:
         """Every rank's ``item``, whose sizes are known.
 
         After an exception the wire is still open: the engine tells the other ranks over it, and then calls abort().
@@ -362,11 +362,11 @@ class ConnectedTransport(NativeTransport):
             self._set_up += 2
         while self.wire.set_up_completed < self._set_up:
             self.wire.progress(idle)
-            if time.monotonic() > deadline:
+            if deadline.is_over:
                 silent = [peer for peer in self._peers() if arrived[peer] < 0]
                 what = "answer in an all-gather" if silent else f"all take what rank {self.rank} gave to an all-gather"
                 who = ranks_text(silent or self._peers())
-                raise own(CollectiveTimeout(f"{who} did not {what} within {timeout:.3g} s"))
+                raise own(CollectiveTimeout(f"{who} did not {what} within {deadline.seconds:.3g} s"))
             self.progress_hook()
             idle += 1
         for peer in self._peers():

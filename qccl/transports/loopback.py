@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from qccl.deadline import Deadline
 from qccl.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLost
 from qccl.transports.base import Transport
 
@@ -118,7 +118,7 @@ class LoopbackGroup:
 
     def gather(self, rank: int, item: Any, timeout: float, progress_hook: Callable[[], object]) -> _Gather:
         """Collective: wait for the items of all ranks; calls ``progress_hook`` meanwhile."""
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         with self.lock:
             number = self._calls[rank]
             self._calls[rank] += 1
@@ -132,7 +132,7 @@ class LoopbackGroup:
                     break
                 if self.failure is not None:
                     raise PeerLost(self.failure)
-                if time.monotonic() > deadline:
+                if deadline.is_over:
                     missing = [r for r in range(self.size) if r not in gathered.items]
                     raise CollectiveTimeout(f"ranks {missing} did not come to a collective call within {timeout} s")
                 self.wake[rank].wait(_NAP_SECONDS)

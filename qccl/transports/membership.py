@@ -32,20 +32,34 @@ all coordinators until all ranks that it knows have ended.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from qccl.errors import CollectiveTimeout, PeerLost
 from qccl.transports import messages
-from qccl.transports.channel import ANSWER_SECONDS
-from qccl.transports.messages import Decision, Member
+from qccl.transports.channel import ANSWER_SECONDS, RETRY_SECONDS
+from qccl.transports.messages import (
+    Accept,
+    Accepted,
+    Ballot,
+    Challenge,
+    Decided,
+    Decision,
+    Join,
+    Member,
+    Message,
+    Prepare,
+    Probe,
+    Promised,
+    Stranger,
+    Tell,
+    Wait,
+)
 from qccl.transports.strangers import NotARank
 from qccl.transports.topology import machine
 
-__all__ = ["RETRY_SECONDS", "Action", "Agreement", "Membership", "Own", "expect"]
+__all__ = ["Action", "Agreement", "Membership", "Own", "expect"]
 
-#: between two calls of a rank
-RETRY_SECONDS = 0.05
 #: after a machine did not answer
 _FAR_SECONDS = 1.0
 #: after a leader did not answer: an exception there may have lost a call or a message. It doubles with each call
@@ -59,7 +73,7 @@ class Own(NamedTuple):
 
     member: Member
     calls: int
-    newcomers: list[Member]
+    newcomers: Sequence[Member]
 
 
 class Action(NamedTuple):
@@ -68,13 +82,14 @@ class Action(NamedTuple):
     Attributes:
         do: "call" the rank ``channel``: then lost(), refused() or heard() follow. "send" ``message``. "close" the
             channel, after a last ``message`` if there is one. "keep" the caller ``channel``, which now belongs to the
-            agreement. "inform" the processes ``channel`` by ``message`` at their sockets, then call informed().
+            agreement. "inform" the processes ``channel`` at their sockets of the decision in ``message``, then call
+            informed().
         channel: a rank for the connection to it, another object for a caller.
     """
 
     do: str
     channel: Any
-    message: dict[str, Any] | None = None
+    message: Message | None = None
 
 
 class Membership:
@@ -91,7 +106,7 @@ class Membership:
         self.id, self._host, self._port = id, host, port
         self.latest = Decision(-1, (), 0)
         self.promised = 0, 0
-        self.accepted: tuple[tuple[int, int], Decision] | None = None
+        self.accepted: tuple[Ballot, Decision] | None = None
 
     @property
     def epoch(self) -> int:
@@ -130,7 +145,7 @@ class Membership:
     def checked(self, decision: Decision) -> Decision:
         """``decision``, which came from outside. Raises NotARank if it is not for a later group than this rank's."""
         own = [member for member in decision.members if member.id == self.id]
-        if decision.epoch <= self.epoch or any(member[1:3] != (self._host, self._port) for member in own):
+        if decision.epoch <= self.epoch or any(member.place != self.place for member in own):
             raise NotARank("a decision that is old, or of another group")
         return decision
 
@@ -141,14 +156,19 @@ class Membership:
             self.latest, self.promised, self.accepted = decision, (0, 0), None
         return is_later
 
-    def told(self, to: str) -> dict[str, Any]:
+    def told(self, to: str) -> Decided:
         """The message that tells the process with the id ``to`` of the latest group."""
-        return {"kind": "decided", "to": to, "decided": self.latest}
+        return Decided(to, self.latest)
 
 
-def expect(message: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The message, which must be of this kind. Raises NotARank."""
-    if message["kind"] != kind:
+#: phase of a ballot -> the message that the coordinator awaits then
+_ANSWERS: dict[str, type[Message]] = {"promised": Promised, "accepted": Accepted}
+_M = TypeVar("_M", bound=Message)
+
+
+def expect(message: Message, kind: type[_M] | tuple[()]) -> _M:
+    """The message, which must be of this kind; (): of none. Raises NotARank."""
+    if not isinstance(message, kind):
         raise NotARank("a message that no rank sends now")
     return message
 
@@ -178,7 +198,7 @@ class Agreement:
         self._is_greeted = False  # by the leader
         self._again_at: float | None = None  # when the leader is called again if it has not answered
         self._patience = _UNANSWERED_SECONDS
-        self._joined: dict[int, tuple[Hashable, Any]] = {}  # channel and first message
+        self._joined: dict[int, tuple[Hashable, Join]] = {}  # channel and first message
         self._probes: set[int] = set()  # missing ranks that were called
         self._asked: set[Hashable] = set()  # callers that were asked for the decision that this rank has missed
         self._phase = ""  # of a ballot: what is awaited
@@ -192,7 +212,7 @@ class Agreement:
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def heard(self, channel: Hashable, message: dict[str, Any], now: float) -> None:
+    def heard(self, channel: Hashable, message: Message, now: float) -> None:
         """A message."""
         if self.decision is not None:
             return
@@ -205,7 +225,7 @@ class Agreement:
             elif channel not in (each for each, _ in self._joined.values()):
                 self._answer(channel, message, now)
             else:
-                expect(message, self._phase)
+                expect(message, _ANSWERS.get(self._phase, ()))
                 self._awaited.discard(channel)
                 if not self._awaited:
                     self._go_on()
@@ -242,7 +262,7 @@ class Agreement:
         elif self._phase == "announced" and self._me.accepted is not None:
             self.decision = self._me.accepted[1]
             for channel, join in self._joined.values():
-                self._act("send", channel, kind="decided", to=join["member"].id, decided=self.decision)
+                self._act("send", channel, Decided(join.member.id, self.decision))
 
     def passed(self, now: float) -> None:
         """All that has come before ``now`` was reported. Raises CollectiveTimeout."""
@@ -273,8 +293,8 @@ class Agreement:
                     self._probes.add(rank)
                     self._act("call", rank)
 
-    def _act(self, do: str, channel: Any, **message: object) -> None:
-        self.actions.append(Action(do, channel, message or None))
+    def _act(self, do: str, channel: Any, message: Message | None = None) -> None:
+        self.actions.append(Action(do, channel, message))
 
     # -- followers ---------------------------------------------------------------------------------------------------
 
@@ -285,83 +305,84 @@ class Agreement:
         if self._leader < self._rank:
             self._act("call", self._leader)
 
-    def _obey(self, message: dict[str, Any], now: float) -> None:
+    def _obey(self, message: Message, now: float) -> None:
         me, leader = self._me, self._leader
-        if (message["kind"] == "challenge") == self._is_greeted:
+        if isinstance(message, Challenge) == self._is_greeted:
             raise NotARank("a message that no rank sends now")
-        match message["kind"]:
-            case "challenge":
+        match message:
+            case Challenge():
                 self._is_greeted = True
                 number, of = me.promised
                 if of != leader or not number:
                     me.promised = number + 1, leader
-                self._act("send", leader, **self._hello("join", leader, message["nonce"]))
-            case "wait":
+                self._act("send", leader, self._hello(Join, leader, message))
+            case Wait():
                 self._again_at = None
-                self._until = max(self._until, now + message["seconds"] + _MARGIN_SECONDS)
-            case "stranger":
+                self._until = max(self._until, now + message.seconds + _MARGIN_SECONDS)
+            case Stranger():
                 self._act("close", leader)
                 self.refused(leader, now)
-            case "tell":
-                self._act("send", leader, **me.told(me.members[leader].id))
-            case "prepare" | "accept" as kind:
-                if message["ballot"] < me.promised:
+            case Tell():
+                self._act("send", leader, me.told(me.members[leader].id))
+            case Prepare() | Accept():
+                if message.ballot < me.promised:
                     raise NotARank("an old ballot")
-                if kind == "accept":
-                    me.accepted = message["ballot"], me.checked(message["value"])
-                me.promised = message["ballot"]
-                self._act("send", leader, kind="promised" if kind == "prepare" else "accepted")
+                if isinstance(message, Accept):
+                    me.accepted = message.ballot, me.checked(message.value)
+                me.promised = message.ballot
+                self._act("send", leader, Accepted() if isinstance(message, Accept) else Promised())
             case _:
-                self.decision = me.checked(expect(message, "decided")["decided"])
+                self.decision = me.checked(expect(message, Decided).decided)
 
-    def _hello(self, kind: str, rank: int, nonce: str) -> dict[str, Any]:
-        """The first message to a rank: "join" makes this rank follow it, "probe" does not."""
-        me = self._me
-        head = {"kind": kind, "nonce": nonce, "to": me.members[rank].id, "epoch": me.epoch}
-        return head | self._own._asdict() | {"promised": me.promised, "accepted": me.accepted}
+    def _hello(self, kind: type[Join], rank: int, challenge: Challenge) -> Join:
+        """The first message to a rank: a Join makes this rank follow it, a Probe does not."""
+        me, own = self._me, self._own
+        about = me.epoch, own.member, own.calls, tuple(own.newcomers)
+        return kind(challenge.nonce, me.members[rank].id, *about, me.promised, me.accepted)
 
     # -- the coordinator: who is there -------------------------------------------------------------------------------
 
     def _missing(self) -> list[int]:
         return [r for r in range(self._size) if r != self._rank and r not in self._joined and r not in self._ended]
 
-    def _hear_probe(self, rank: int, message: dict[str, Any]) -> None:
+    def _hear_probe(self, rank: int, message: Message) -> None:
         """The answer of a process at a missing rank's socket. Raises NotARank if it is of no use."""
         me = self._me
-        match message["kind"]:
-            case "challenge":
-                self._act("send", rank, **self._hello("probe", rank, message["nonce"]))
-            case "stranger":
+        match message:
+            case Challenge():
+                self._act("send", rank, self._hello(Probe, rank, message))
+            case Stranger():
                 self._ended.add(rank)
-            case "tell":
-                self._act("send", rank, **me.told(me.members[rank].id))
+            case Tell():
+                self._act("send", rank, me.told(me.members[rank].id))
             case _:
-                self.decision = me.checked(expect(message, "decided")["decided"])
+                self.decision = me.checked(expect(message, Decided).decided)
 
-    def _answer(self, caller: Hashable, message: dict[str, Any], now: float) -> None:
+    def _answer(self, caller: Hashable, message: Message, now: float) -> None:
         me = self._me
-        if message["kind"] == "decided":
-            decision = me.checked(message["decided"])
+        if isinstance(message, Decided):
+            decision = me.checked(message.decided)
             # nobody sends it of his own accord but to those whom it leaves out
             if caller in self._asked or any(member.id == me.id for member in decision.left_out):
                 self.decision = decision
             return self._act("close", caller)
-        if message["kind"] not in ("join", "probe"):
-            raise NotARank("a message that no rank sends now")
-        member = message["member"]
-        rank = next((r for r, each in enumerate(me.members) if each[:3] == member[:3]), None)
-        if message["epoch"] < me.epoch or (rank is None and message["epoch"] == me.epoch):
-            self._act("close", caller, **me.told(member.id))
-        elif message["epoch"] > me.epoch:
+        hello = expect(message, Join)
+        member = hello.member
+        rank = next(
+            (r for r, each in enumerate(me.members) if (each.id, each.place) == (member.id, member.place)), None
+        )
+        if hello.epoch < me.epoch or (rank is None and hello.epoch == me.epoch):
+            self._act("close", caller, me.told(member.id))
+        elif hello.epoch > me.epoch:
             self._asked.add(caller)
-            self._act("send", caller, kind="tell")
-        elif message["kind"] == "join" and rank is not None:
+            self._act("send", caller, Tell())
+        elif not isinstance(hello, Probe) and rank is not None:
             if rank in self._joined:
                 self._act("close", self._joined[rank][0])  # that connection was lost
             self._act("keep", caller)
-            self._joined[rank] = caller, message
+            self._joined[rank] = caller, hello
             left = max(0.0, self._until - now)
-            self._act("send", caller, kind="wait", seconds=min(left, messages.MOST_SECONDS))
+            self._act("send", caller, Wait(min(left, messages.MOST_SECONDS)))
 
     # -- the coordinator: a ballot -----------------------------------------------------------------------------------
 
@@ -375,7 +396,7 @@ class Agreement:
                 f"others (ranks {sorted(present)}) are not more than half of the {self._size} ranks, nor half of them "
                 f"with rank 0; end the processes of ranks {missing}, or make a new group"
             )
-        me, promised = self._me, [join["promised"] for _, join in self._joined.values()]
+        me, promised = self._me, [join.promised for _, join in self._joined.values()]
         highest = max(promised, default=(0, 0))
         is_new = highest > me.promised and highest[1] == self._rank
         me.promised = highest if is_new else (1 + max(me.promised[0], highest[0]), self._rank)
@@ -384,31 +405,31 @@ class Agreement:
             self._phase = "promised"
             self._go_on()
         else:
-            self._ask("promised", kind="prepare", ballot=me.promised)
+            self._ask("promised", Prepare(me.promised))
 
-    def _ask(self, phase: str, **message: object) -> None:
+    def _ask(self, phase: str, message: Message) -> None:
         self._phase = phase
         self._awaited = {channel for channel, _ in self._joined.values()}
         for channel in self._awaited:
-            self._act("send", channel, **message)
+            self._act("send", channel, message)
         if not self._awaited:
             self._go_on()
 
     def _go_on(self) -> None:
         """All have answered."""
         if self._phase == "promised":
-            found = (self._me.accepted, *(join["accepted"] for _, join in self._joined.values()))
+            found = (self._me.accepted, *(join.accepted for _, join in self._joined.values()))
             if accepted := [each for each in found if each]:
                 return self._ask_to_accept(max(accepted, key=lambda each: each[0])[1])
             value = self._me.latest
         elif self._me.accepted is not None:
             value = self._me.accepted[1]
         self._phase = "prepared" if self._phase == "promised" else "announced"
-        self._act("inform", value.left_out, kind="decided", decided=value)
+        self._act("inform", value.left_out, Decided("", value))
 
     def _ask_to_accept(self, value: Decision) -> None:
         self._me.accepted = self._me.promised, value
-        self._ask("accepted", kind="accept", ballot=self._me.promised, value=value)
+        self._ask("accepted", Accept(self._me.promised, value))
 
     def _begin_again(self, now: float) -> None:
         """A rank was lost in the middle: the others come again, with what they have promised and accepted."""
@@ -421,7 +442,7 @@ class Agreement:
     def _next_group(self, out_of_reach: Iterable[Member]) -> Decision:
         """The ranks that take part, in their present order, and the processes that wait at them."""
         brought = {self._rank: self._own} | {
-            rank: Own(join["member"], join["calls"], join["newcomers"]) for rank, (_, join) in self._joined.items()
+            rank: Own(join.member, join.calls, join.newcomers) for rank, (_, join) in self._joined.items()
         }
         present = [each.member for _, each in sorted(brought.items())]
         newcomers = itertools.chain.from_iterable(each.newcomers for _, each in sorted(brought.items()))
@@ -435,7 +456,7 @@ def _distinct(members: Iterable[Member]) -> tuple[Member, ...]:
     ids: dict[str, Member] = {}
     places: set[tuple[str, int]] = set()
     for member in members:
-        if member.id not in ids and (member.host, member.port) not in places:
+        if member.id not in ids and member.place not in places:
             ids[member.id] = member
-            places.add((member.host, member.port))
+            places.add(member.place)
     return tuple(ids.values())

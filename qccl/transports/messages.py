@@ -7,67 +7,68 @@ can rely on more than that: a caller that has read this file can send well-forme
 from __future__ import annotations
 
 import hashlib
-import json
-import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from qccl.errors import EngineError
+from qccl.transports.channel import MOST_NBYTES
 from qccl.transports.strangers import NotARank
 
-__all__ = ["Decision", "Member", "encode", "parse", "parse_member"]
+__all__ = ["Decision", "Member", "Message", "parse", "parse_member"]
 
-#: bytes of a message, at most
-MOST_NBYTES = 1 << 20
 #: seconds that a coordinator may ask a rank to wait, at most
 MOST_SECONDS = 86400.0
-#: processes in one list, and bytes of a worker's address, at most
+#: processes in one list, at most
 _MOST_MEMBERS = 4096
-_MOST_WORKER_NBYTES = 8192
-_MOST_NUMBER = 1 << 62
 
-_ID = re.compile(r"[0-9a-f]{32}")
-_MACHINE = re.compile(r"[0-9a-f]{64}")
+_Id = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 #: the labels of a name have 1 to 63 bytes
-_HOST = re.compile(r"(?=.{1,255}\Z)[0-9A-Za-z:%_-]{1,63}(?:\.[0-9A-Za-z:%_-]{1,63})*\.?")
-_HEXADECIMAL = re.compile(r"(?:[0-9a-f]{2})*")
+_Host = Annotated[str, Meta(max_length=255, pattern=r"\A[0-9A-Za-z:%_-]{1,63}(?:\.[0-9A-Za-z:%_-]{1,63})*\.?\Z")]
+_Number = Annotated[int, Meta(ge=0, le=1 << 62)]
+#: its number, and the rank that coordinates it
+Ballot = tuple[_Number, Annotated[int, Meta(ge=0, le=_MOST_MEMBERS)]]
 
 
-class Member(NamedTuple):
+class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A process.
 
     Attributes:
         id: unique, and random: who knows it has heard it from a rank.
         host, port: the address of its socket.
         machine: its machine and network namespace, of topology.machine().
-        worker: the address of its wire, in hexadecimal digits.
+        worker: the address of its wire.
         seal: checksum of the other fields. UCX ends the process that connects to an address that is none, so nothing
             damaged or made up may reach it.
     """
 
-    id: str
-    host: str
-    port: int
-    machine: str
-    worker: str
+    id: _Id
+    host: _Host
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    machine: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+    worker: Annotated[bytes, Meta(max_length=8192)]
     seal: str
+
+    def __post_init__(self) -> None:
+        if self.seal != _seal(self.id, self.host, self.port, self.machine, self.worker.hex()):
+            raise ValueError("another seal")
 
     @classmethod
     def make(cls, id: str, host: str, port: int, machine: str, worker: bytes) -> Member:
         """With its seal."""
-        fields = id, host, port, machine, worker.hex()
-        return cls(*fields, _seal(*fields))
+        return cls(id, host, port, machine, worker, _seal(id, host, port, machine, worker.hex()))
 
-    @classmethod
-    def of(cls, found: Any) -> Member:
-        """From JSON."""
-        id, host, port, machine, worker, seal = _list(found, 6, 6)
-        fields = _id(id), _text(host, _HOST), _integer(port, 1, 65535), _text(machine, _MACHINE), _worker(worker)
-        _require(seal == _seal(*fields))
-        return cls(*fields, seal)
+    @property
+    def place(self) -> tuple[str, int]:
+        """The address of its socket."""
+        return self.host, self.port
 
 
-class Decision(NamedTuple):
+_Members = Annotated[tuple[Member, ...], Meta(max_length=_MOST_MEMBERS)]
+
+
+class Decision(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A group.
 
     Attributes:
@@ -77,144 +78,139 @@ class Decision(NamedTuple):
         left_out: ranks of earlier groups that have not ended, and perhaps do not know that they are left out.
     """
 
-    epoch: int
-    members: tuple[Member, ...]
-    calls: int
-    left_out: tuple[Member, ...] = ()
+    epoch: _Number
+    members: Annotated[_Members, Meta(min_length=1)]
+    calls: _Number
+    left_out: _Members = ()
 
-    @classmethod
-    def of(cls, found: Any) -> Decision:
-        """From JSON."""
-        epoch, members, calls, left_out = _list(found, 4, 4)
-        decision = cls(_integer(epoch), _members(members), _integer(calls), _members(left_out))
-        _require(decision.members)
-        return decision
+    def __post_init__(self) -> None:
+        _check_distinct(self.members)
+        _check_distinct(self.left_out)
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower):
+    """Base of all messages."""
+
+    def packed(self) -> bytes:
+        """For a Channel. Raises EngineError for a message that is too long: of a group of several thousand ranks."""
+        content = msgspec.json.encode(self)
+        if len(content) > MOST_NBYTES:
+            raise EngineError(
+                f"the group has too many ranks: a message about it has {len(content)} bytes, and at most {MOST_NBYTES} "
+                f"are allowed"
+            )
+        return content
+
+
+class Challenge(Message, frozen=True):
+    """The process that was called begins. The caller's first message repeats the nonce, so an old one is of no use."""
+
+    nonce: _Id
+
+
+class Knock(Message, frozen=True):
+    """A process wants to join."""
+
+    nonce: _Id
+    member: Member
+
+
+class Join(Message, frozen=True):
+    """A rank says who it is, and follows the called one."""
+
+    nonce: _Id
+    to: _Id
+    epoch: _Number
+    member: Member
+    calls: _Number
+    newcomers: _Members
+    promised: Ballot
+    accepted: tuple[Ballot, Decision] | None
+
+    def __post_init__(self) -> None:
+        _check_distinct(self.newcomers)
+
+
+class Probe(Join, frozen=True):
+    """A rank says who it is, and does not follow."""
+
+
+class Look(Message, frozen=True):
+    """The greeting of a Watch: it only wants to know whether this process lives."""
+
+
+class Wait(Message, frozen=True):
+    """The coordinator asks for patience."""
+
+    seconds: Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
+
+
+class Stranger(Message, frozen=True):
+    """The called process is another one."""
+
+
+class Tell(Message, frozen=True):
+    """The other side is to tell its latest group."""
+
+
+class Prepare(Message, frozen=True):
+    """The coordinator asks for a promise."""
+
+    ballot: Ballot
+
+
+class Promised(Message, frozen=True):
+    """The answer to Prepare."""
+
+
+class Accept(Message, frozen=True):
+    """The coordinator proposes a group."""
+
+    ballot: Ballot
+    value: Decision
+
+
+class Accepted(Message, frozen=True):
+    """The answer to Accept."""
+
+
+class Decided(Message, frozen=True):
+    """A group that exists; ``to``: the id of the process that hears of it."""
+
+    to: _Id
+    decided: Decision
 
 
 def _seal(*fields: object) -> str:
     return hashlib.blake2b(" ".join(map(str, fields)).encode(), digest_size=16, person=b"qccl member").hexdigest()
 
 
-# -- fields ----------------------------------------------------------------------------------------------------------
+def _check_distinct(members: tuple[Member, ...]) -> None:
+    if not len({member.id for member in members}) == len({member.place for member in members}) == len(members):
+        raise ValueError("a process comes twice")
 
 
-def _require(condition: object) -> None:
-    if not condition:
-        raise NotARank("a message with wrong fields")
+_messages = msgspec.json.Decoder(
+    Challenge | Knock | Join | Probe | Look | Wait | Stranger | Tell | Prepare | Promised | Accept | Accepted | Decided
+)
+_members = msgspec.json.Decoder(Member)
+_T = TypeVar("_T")
 
 
-def _integer(found: Any, least: int = 0, most: int = _MOST_NUMBER) -> int:
-    _require(type(found) is int and least <= found <= most)
-    return int(found)
-
-
-def _text(found: Any, pattern: re.Pattern[str]) -> str:
-    _require(type(found) is str and pattern.fullmatch(found))
-    return str(found)
-
-
-def _id(found: Any) -> str:
-    return _text(found, _ID)
-
-
-def _worker(found: Any) -> str:
-    _require(type(found) is str and len(found) <= 2 * _MOST_WORKER_NBYTES)
-    return _text(found, _HEXADECIMAL)
-
-
-def _list(found: Any, least: int, most: int) -> list[Any]:
-    _require(type(found) is list and least <= len(found) <= most)
-    return list(found)
-
-
-def _members(found: Any) -> tuple[Member, ...]:
-    members = tuple(Member.of(each) for each in _list(found, 0, _MOST_MEMBERS))
-    _require(len({member.id for member in members}) == len({member[1:3] for member in members}) == len(members))
-    return members
-
-
-def _ballot(found: Any) -> tuple[int, int]:
-    """Its number, and the rank that coordinates it."""
-    number, rank = _list(found, 2, 2)
-    return _integer(number), _integer(rank, 0, _MOST_MEMBERS)
-
-
-def _accepted(found: Any) -> tuple[tuple[int, int], Decision] | None:
-    """A ballot and its list; None: nothing was accepted."""
-    if found is None:
-        return None
-    ballot, value = _list(found, 2, 2)
-    return _ballot(ballot), Decision.of(value)
-
-
-def _seconds(found: Any) -> float:
-    _require(type(found) in (int, float) and 0 <= found <= MOST_SECONDS)
-    return float(found)
-
-
-#: what a rank says of itself
-_HELLO: dict[str, Callable[[Any], Any]] = {
-    "nonce": _id,
-    "to": _id,
-    "epoch": _integer,
-    "member": Member.of,
-    "calls": _integer,
-    "newcomers": _members,
-    "promised": _ballot,
-    "accepted": _accepted,
-}
-#: kind of message -> its fields
-_FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    # the process that was called begins; the caller's first message repeats the nonce, so an old one is of no use
-    "challenge": {"nonce": _id},
-    "knock": {"nonce": _id, "member": Member.of},
-    "join": _HELLO,
-    "probe": _HELLO,
-    # of a Watch: it only wants to know whether this process lives
-    "watch": {},
-    "wait": {"seconds": _seconds},
-    "stranger": {},
-    "tell": {},
-    "prepare": {"ballot": _ballot},
-    "promised": {},
-    "accept": {"ballot": _ballot, "value": Decision.of},
-    "accepted": {},
-    "decided": {"to": _id, "decided": Decision.of},
-}
-
-
-# -- messages --------------------------------------------------------------------------------------------------------
-
-
-def encode(message: dict[str, Any]) -> bytes:
-    """Raises EngineError for one that is too long: a group of several thousand ranks."""
-    content = json.dumps(message, separators=(",", ":")).encode()
-    if len(content) > MOST_NBYTES:
-        raise EngineError(
-            f"the group has too many ranks: a message about it has {len(content)} bytes, and at most {MOST_NBYTES} are "
-            f"allowed"
-        )
-    return content
-
-
-def parse(content: bytes) -> dict[str, Any]:
-    """The message, its fields as values of their types. Raises NotARank."""
-    message = _json(content)
-    _require(type(message) is dict)
-    kind = message.get("kind")
-    _require(type(kind) is str and kind in _FIELDS)
-    fields = _FIELDS[kind]
-    _require(message.keys() == {"kind", *fields})
-    return {"kind": kind} | {name: read(message[name]) for name, read in fields.items()}
+def parse(content: bytes) -> Any:
+    """The message. Raises NotARank."""
+    return _decoded(_messages, content)
 
 
 def parse_member(content: bytes) -> Member:
     """A process, from the JSON of a Member. Raises NotARank."""
-    return Member.of(_json(content))
+    return _decoded(_members, content)
 
 
-def _json(content: bytes) -> Any:
+def _decoded(decoder: msgspec.json.Decoder[_T], content: bytes) -> _T:
     try:
-        return json.loads(content)
+        return decoder.decode(content)
+    except msgspec.ValidationError as error:
+        raise NotARank("a message with wrong fields") from error
     except (ValueError, RecursionError) as error:
         raise NotARank("a message that is not JSON") from error

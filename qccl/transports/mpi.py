@@ -41,6 +41,7 @@ if _finalizes:
 from mpi4py import MPI  # noqa: E402
 
 from qccl import _host, threads  # noqa: E402
+from qccl.deadline import Deadline  # noqa: E402
 from qccl.errors import (  # noqa: E402
     ArgumentError,
     CollectiveTimeout,
@@ -312,11 +313,11 @@ def _wait(
     request: MPI.Request, timeout: float, what: str, memory: object, progress_hook: Callable[[], object] = lambda: None
 ) -> None:
     """Test until ``request``, which works on ``memory``, has completed, or raise CollectiveTimeout."""
-    deadline = time.monotonic() + timeout
+    deadline = Deadline(timeout)
     idle = 0
     try:
         while not request.Test():
-            if time.monotonic() > deadline:
+            if deadline.is_over:
                 raise CollectiveTimeout(f"not every rank came to {what} within {timeout} s")
             progress_hook()
             idle += 1

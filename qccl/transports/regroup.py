@@ -7,18 +7,18 @@ to send. The socket stays for as long as the process is in a group, and is how o
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import select
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from qccl.errors import CollectiveTimeout, PeerLost, QcclError, own
-from qccl.transports.channel import ANSWER_SECONDS, CONNECT_SECONDS, Channel, Keys, call
-from qccl.transports.membership import RETRY_SECONDS, Action, Agreement, Membership, Own, expect
+from qccl.deadline import Deadline
+from qccl.errors import CollectiveTimeout, PeerLost, own
+from qccl.transports.channel import ANSWER_SECONDS, CONNECT_SECONDS, TLS_NONCE, Channel, Keys, call, retry
+from qccl.transports.membership import Action, Agreement, Membership, Own, expect
 from qccl.transports.membership_callers import MembershipCaller, MembershipCallers
-from qccl.transports.messages import Decision, Member
+from qccl.transports.messages import Challenge, Decided, Decision, Join, Knock, Look, Member, parse
 from qccl.transports.sockets import listen_at, place_text
 from qccl.transports.topology import machine
 from qccl.transports.watch import Watch, is_free, make_greeting
@@ -62,9 +62,8 @@ class MembershipSocket(Membership):
     def look_at_names(self, watch: Watch) -> None:
         """When a group begins: find out whether the sockets can be reached that a Watch does not see."""
         for rank in watch.unseen:  # usually rank 0 alone has a name
-            until = time.monotonic() + CONNECT_SECONDS
-            with contextlib.suppress(OSError), self.call(self.members[rank], until, is_sealed=True) as channel:
-                channel.send({"kind": "watch"}, 0)
+            with contextlib.suppress(OSError), self.call(self.members[rank], is_sealed=True) as channel:
+                channel.send(Look(), 0)
 
     def look(self, watch: Watch) -> None:
         """When all ranks of a group have met: find out whose sockets can be reached."""
@@ -83,24 +82,24 @@ class MembershipSocket(Membership):
         self._tell_newcomers()
         for caller in self._callers:
             message = caller.inbox[0]
-            if message["kind"] not in ("join", "probe"):
+            if not isinstance(message, Join):
                 continue
-            ranks = [rank for rank, each in enumerate(self.members) if each.id == message["member"].id]
+            ranks = [rank for rank, each in enumerate(self.members) if each.id == message.member.id]
             if not ranks:
                 continue
-            if message["epoch"] == self.epoch:
+            if message.epoch == self.epoch:
                 raise own(PeerLost(f"rank {ranks[0]} gave up while the group was made"))
-            if message["epoch"] < self.epoch:
-                self._callers.dismiss(caller, **self.told(message["member"].id))
+            if message.epoch < self.epoch:
+                self._callers.dismiss(caller, self.told(message.member.id))
 
-    def call(self, member: Member, until: float, *, is_sealed: bool = False) -> Channel:
+    def call(self, member: Member, seconds: float = CONNECT_SECONDS, *, is_sealed: bool = False) -> Channel:
         """A connection to a process. Raises ConnectionRefusedError if it has ended, else another OSError.
 
         A refusal counts as in watch.py, which says what remains undecidable. A rank behind a firewall that refuses is
         silent to those whom it does not call itself. ``is_sealed``: for a message that must not wait for an answer.
         """
         try:
-            channel = call((member.host, member.port), until, self._keys, is_sealed=is_sealed)
+            channel = self._call(member.place, seconds, is_sealed=is_sealed)
         except ConnectionRefusedError as error:
             if member.id in self._reached or _has_left_port(member):
                 raise
@@ -108,18 +107,22 @@ class MembershipSocket(Membership):
         self._reached.add(member.id)
         return channel
 
+    def _call(self, place: tuple[str, int], seconds: float, *, is_sealed: bool = False) -> Channel:
+        keys = Keys(b"", self._keys.seal) if is_sealed else self._keys
+        return call(place, min(seconds, CONNECT_SECONDS), keys, parse, proof=Challenge(TLS_NONCE))
+
     def has_ended(self, rank: int) -> bool:
         """Whether a rank's process is known to have ended, without a call: it was on this machine."""
         return _has_left_port(self.members[rank])
 
-    def inform(self, processes: Iterable[Member], message: dict[str, Any]) -> list[Member]:
+    def inform(self, processes: Iterable[Member], decision: Decision) -> list[Member]:
         """Send a decision to processes that it leaves out; returns those that are out of reach."""
         out_of_reach = []
-        until = time.monotonic() + ANSWER_SECONDS
+        deadline = Deadline(ANSWER_SECONDS)
         for process in processes:
             try:
-                with self.call(process, until, is_sealed=True) as channel:
-                    channel.send({"kind": "decided", "to": process.id, "decided": message["decided"]})
+                with self.call(process, deadline.remaining(), is_sealed=True) as channel:
+                    channel.send(Decided(process.id, decision))
             except ConnectionRefusedError:
                 pass  # it has ended
             except OSError:
@@ -135,18 +138,20 @@ class MembershipSocket(Membership):
         """
         if self._agrees:
             return None
-        deadline = time.monotonic() + CONNECT_SECONDS
-        others = [rank for rank in range(len(self.members)) if rank not in (suspect, self.rank)]
-        while time.monotonic() < deadline:
-            for rank in (suspect, *others):
+        deadline = Deadline(CONNECT_SECONDS)
+        ranks = [suspect, *(rank for rank in range(len(self.members)) if rank not in (suspect, self.rank))]
+
+        def look() -> int | None:
+            for rank in ranks:
                 try:
-                    self.call(self.members[rank], deadline, is_sealed=True).close()
+                    self.call(self.members[rank], deadline.remaining(), is_sealed=True).close()
                 except ConnectionRefusedError:
                     return rank
                 except OSError:
                     pass
-            time.sleep(RETRY_SECONDS)
-        return None
+            return None
+
+        return retry(look, deadline)
 
     def agree(
         self,
@@ -163,7 +168,7 @@ class MembershipSocket(Membership):
         seconds together, or each if they would have coordinated. Raises PeerLost if the group goes on without this
         rank, CollectiveTimeout if too many are silent.
         """
-        newcomers = [message["member"] for _, message in self._knocks()] if grows else []
+        newcomers = [message.member for _, message in self._knocks()] if grows else []
         own = Own(self.member(worker), calls, list({each.id: each for each in newcomers}.values()))
         agreement = Agreement(self, own, timeout, time.monotonic())
         self._agrees = True
@@ -172,29 +177,23 @@ class MembershipSocket(Membership):
         finally:
             self._agrees = False
 
-    def knock(self, address: tuple[str, int], worker: bytes, timeout: float, deadline: float = math.inf) -> Decision:
-        """The group that has a member at ``address``, when it has taken in this process.
+    def knock(self, address: tuple[str, int], worker: bytes, deadline: Deadline) -> Decision:
+        """The group that has a member at ``address``, when it has taken in this process. Raises CollectiveTimeout."""
 
-        ``deadline``: a time.monotonic() before the timeout's end. Raises CollectiveTimeout.
-        """
-        deadline = min(deadline, time.monotonic() + timeout)
-        while time.monotonic() < deadline:
-            decision = None
-            try:
-                with call(address, deadline, self._keys) as channel:
-                    nonce = expect(channel.receive(deadline), "challenge")["nonce"]
-                    channel.send({"kind": "knock", "nonce": nonce, "member": self.member(worker)})
-                    decision = self.checked(expect(channel.receive(deadline), "decided")["decided"])
-            except OSError as error:
-                if isinstance(error, QcclError):
-                    raise  # of the program, in a signal's handler
-            if decision is not None and any(member.id == self.id for member in decision.members):
-                return self._adopt(decision)
-            time.sleep(RETRY_SECONDS)
-        raise CollectiveTimeout(
-            f"no group took this process in at {place_text(address)} within {timeout} s; the address must be "
-            f"comm.address of one of its ranks, and all ranks must call comm.grow()"
-        )
+        def ask() -> Decision | None:
+            with self._call(address, deadline.remaining()) as channel:
+                nonce = expect(channel.receive(deadline), Challenge).nonce
+                channel.send(Knock(nonce, self.member(worker)))
+                decision = self.checked(expect(channel.receive(deadline), Decided).decided)
+                return decision if any(member.id == self.id for member in decision.members) else None
+
+        decision = retry(ask, deadline)
+        if decision is None:
+            raise CollectiveTimeout(
+                f"no group took this process in at {place_text(address)} within {deadline.seconds} s; the address must "
+                f"be comm.address of one of its ranks, and all ranks must call comm.grow()"
+            )
+        return self._adopt(decision)
 
     def waiting(self) -> int:
         """Number of the processes that wait at this rank's address."""
@@ -213,11 +212,10 @@ class MembershipSocket(Membership):
 
     def _tell_newcomers(self) -> None:
         """Tell the processes that wait to join that the group has them."""
-        members = {member.id for member in self.members}
-        until = time.monotonic() + ANSWER_SECONDS
+        members, deadline = {member.id for member in self.members}, Deadline(ANSWER_SECONDS)
         for caller, message in self._callers.knocks():
-            if message["member"].id in members:
-                self._callers.dismiss(caller, until - time.monotonic(), **self.told(message["member"].id))
+            if message.member.id in members:
+                self._callers.dismiss(caller, self.told(message.member.id), deadline.remaining())
 
 
 def _has_left_port(member: Member) -> bool:
@@ -280,22 +278,22 @@ class _Driver:
         match do:
             case "call":
                 self._call(channel)
-            case "inform":
-                self._agreement.informed(self._me.inform(channel, message or {}))
+            case "inform" if isinstance(message, Decided):
+                self._agreement.informed(self._me.inform(channel, message.decided))
             case "keep":
                 self._callers.take(channel)
                 self._channels[channel] = channel
             case "close" if channel not in self._channels and isinstance(channel, MembershipCaller):
-                self._callers.dismiss(channel, **message or {})
+                self._callers.dismiss(channel, message)
             case "close":
                 if channel in self._channels:
                     self._channels.pop(channel).close()
-            case _:
+            case "send" if message is not None:
                 self._channels.get(channel, channel).send(message)
 
     def _call(self, rank: int) -> None:
         try:
-            self._channels[rank] = self._me.call(self._me.members[rank], time.monotonic() + CONNECT_SECONDS)
+            self._channels[rank] = self._me.call(self._me.members[rank])
         except ConnectionRefusedError:
             self._agreement.refused(rank, time.monotonic())
         except OSError:

@@ -13,38 +13,33 @@ name.
 from __future__ import annotations
 
 import errno
-import hmac
 import itertools
 import os
 import socket
-import time
 from collections.abc import Iterator, Mapping
 
+from qccl.deadline import Deadline
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
 from qccl.transports import descriptors
-from qccl.transports.meeting_host import ACKNOWLEDGE, RETRY_SECONDS, MeetingHost
+from qccl.transports.channel import Channel, Keys, OtherJob, call, frame, retry
+from qccl.transports.meeting_host import MeetingHost
 from qccl.transports.meeting_messages import (
     NONCE_NBYTES,
     NOTE_NBYTES,
     Hello,
     Kind,
+    Message,
     join,
-    message,
+    parse,
     part,
-    proof,
-    receive_message,
-    stranger,
+    seal,
 )
-from qccl.transports.secure_socket import Connection, SecureSocket
-from qccl.transports.sockets import connect, host_of, is_host, is_loopback, listen, own_end, place_text
+from qccl.transports.sockets import host_of, is_host, is_loopback, listen, own_end, place_text
 from qccl.transports.strangers import NotARank, printable
-from qccl.transports.timed import send
 
 __all__ = ["PORT_OFFSET", "Rendezvous", "meeting_place"]
 
 PORT_OFFSET = 17
-#: between two questions for the address of a name, so that many ranks do not overload a name service
-_NAME_SECONDS = 0.5
 
 #: a process numbers its meetings for each place, size and job, so that a rank ahead of the others does not take part in
 #: their meeting
@@ -98,9 +93,9 @@ class Rendezvous:
         Ranks of another ``job`` or size are told to go, and those of another meeting (their number with this place,
         size and job in the process) to wait. ``key``: 32 bytes that the ranks alone have, for TLS.
         """
-        self._connections: dict[int, Connection] = {}  # on rank 0 to the others, on the others to rank 0
-        self._rank, self._size, self._place, self._job = rank, size, place, job.encode()
-        self._is_local, self._key = is_local, key
+        self._channels: dict[int, Channel] = {}  # on rank 0 to the others, on the others to rank 0
+        self._rank, self._size, self._place = rank, size, place
+        self._is_local, self._keys = is_local, Keys(key or b"", seal(job))
         self._number = 0  # before the first gather
         self._name = (place, size, job)
 
@@ -115,15 +110,15 @@ class Rendezvous:
 
     def close(self) -> None:
         """End the connections. Idempotent."""
-        while self._connections:
-            self._connections.popitem()[1].close()
+        while self._channels:
+            self._channels.popitem()[1].close()
 
     def own_address(self) -> str | None:
         """The number of the address at which rank 0 and a rank of another machine have reached each other, of this end.
 
         None: all ranks came over the loopback interface, or the ranks have not met.
         """
-        found = (own_end(each.fileno()) for each in self._connections.values())
+        found = (own_end(each.fileno()) for each in self._channels.values())
         return next((each for each in found if not is_loopback(each)), None)
 
     def gather(self, note: bytes, timeout: float) -> list[bytes]:
@@ -137,75 +132,74 @@ class Rendezvous:
             raise ArgumentError(f"a note of {len(note)} bytes; a meeting takes at most {NOTE_NBYTES} from each rank")
         if self._size == 1:
             return [note]
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         try:
             if not self._number:
                 self._number = _number(*self._name)
-                return self._meet(note, deadline, timeout)
-            return (
-                self._collect(note, deadline, timeout) if self._rank == 0 else self._exchange(note, deadline, timeout)
-            )
+                return self._meet(note, deadline)
+            return self._collect(note, deadline) if self._rank == 0 else self._exchange(note, deadline)
         except BaseException:
             self.close()
             raise
 
-    def _meet(self, note: bytes, deadline: float, timeout: float) -> list[bytes]:
+    def _meet(self, note: bytes, deadline: Deadline) -> list[bytes]:
         """The first gather."""
-        how = self._number, self._job, self._key
         if self._rank:
-            call = _Call(self._rank, note, self._size, self._place, *how)
-            notes, self._connections[0] = call.ask(deadline, timeout)
+            hello = Hello(self._rank, self._size, self._number, os.urandom(8), note)
+            notes, self._channels[0] = _Call(hello, self._place, self._keys).ask(deadline)
             return notes
         descriptors.allow(self._size)
-        with MeetingHost(_listen(self._place, self._is_local), note, self._size, *how) as host:
-            notes = host.serve(deadline, timeout)
-            self._connections = host.met
+        server = _listen(self._place, self._is_local)
+        with MeetingHost(server, note, self._size, self._number, self._keys) as host:
+            notes = host.serve(deadline)
+            self._channels = host.met
             return notes
 
-    def _collect(self, note: bytes, deadline: float, timeout: float) -> list[bytes]:
+    def _collect(self, note: bytes, deadline: Deadline) -> list[bytes]:
         """A further gather, on rank 0."""
         notes = [note]
         for rank in range(1, self._size):
             try:
-                found = self._receive(rank, Kind.NOTE, deadline)
+                notes.append(self._receive(rank, Kind.NOTE, deadline))
             except TimeoutError:
-                raise CollectiveTimeout(f"rank {rank} did not come to the meeting again within {timeout} s") from None
+                text = f"rank {rank} did not come to the meeting again within {deadline.seconds} s"
+                raise CollectiveTimeout(text) from None
             except OSError as error:
                 raise self._left(f"rank {rank} has", error) from error
-            notes.append(found)
-        answer = message(Kind.NOTES, join(notes))
-        for rank, connection in self._connections.items():
+        answer = frame(join(notes), self._keys.seal)
+        for rank, channel in self._channels.items():
             try:
-                send(connection, answer, deadline)
+                channel.send_frame(answer, deadline.remaining())
             except TimeoutError:
-                raise CollectiveTimeout(f"rank {rank} did not take the notes of the others in {timeout} s") from None
+                text = f"rank {rank} did not take the notes of the others in {deadline.seconds} s"
+                raise CollectiveTimeout(text) from None
             except OSError as error:
                 raise self._left(f"rank {rank} has", error) from error
         return notes
 
-    def _exchange(self, note: bytes, deadline: float, timeout: float) -> list[bytes]:
+    def _exchange(self, note: bytes, deadline: Deadline) -> list[bytes]:
         """A further gather, on the others."""
         try:
-            send(self._connections[0], message(Kind.NOTE, note), deadline)
+            self._channels[0].send(Message(Kind.NOTE, note), deadline.remaining())
             notes = part(self._receive(0, Kind.NOTES, deadline), self._size)
         except TimeoutError:
             raise CollectiveTimeout(
-                f"rank 0 did not bring the notes of all ranks to {place_text(self._place)} within {timeout} s"
+                f"rank 0 did not bring the notes of all ranks to {place_text(self._place)} within {deadline.seconds} s"
             ) from None
         except OSError as error:
             raise self._left("rank 0, or a rank that it waited for, has", error) from error
         if notes is None:
-            raise stranger(self._place)
+            raise _stranger(self._place, "notes of other ranks")
         return notes
 
-    def _receive(self, rank: int, kind: Kind, deadline: float) -> bytes:
+    def _receive(self, rank: int, kind: Kind, deadline: Deadline) -> bytes:
         """The content of a rank's next message. Raises OSError where there is none."""
-        if not self._connections:
+        if not self._channels:
             raise ConnectionError("the meeting is over")
-        found = receive_message(self._connections[rank], self._place, self._size, deadline, (kind,))
-        if found is None:
-            raise ConnectionError("the connection was ended")
-        return found[1]
+        found = self._channels[rank].receive(deadline)
+        if found.kind is not kind:
+            raise NotARank("a message that no rank sends now")
+        return bytes(found.content)
 
     def _left(self, who: str, error: OSError) -> PeerLost:
         return PeerLost(
@@ -228,56 +222,33 @@ def _listen(place: tuple[str, int], is_local: bool) -> socket.socket:
         raise EngineError(f"rank 0 cannot listen on port {port} ({error}); set QCCL_PORT to another one") from error
 
 
+def _stranger(place: tuple[str, int], cause: str) -> EngineError:
+    """The error of a rank that has met another program."""
+    return EngineError(
+        f"what answers at {place_text(place)} is not rank 0 of this job, or runs another version of qccl ({cause}); "
+        f"set QCCL_PORT to a free port, the same on all ranks"
+    )
+
+
 class _Call:
     """What the other ranks do in the first gather: call rank 0 until it answers."""
 
-    def __init__(
-        self,
-        rank: int,
-        note: bytes,
-        size: int,
-        place: tuple[str, int],
-        number: int,
-        job: bytes,
-        key: bytes | None,
-    ) -> None:
-        self._hello = Hello.of(rank, size, number, job, os.urandom(8), len(note)).pack() + note
-        self._size, self._place, self._job, self._key = size, place, job, key
+    def __init__(self, hello: Hello, place: tuple[str, int], keys: Keys) -> None:
+        self._hello, self._place, self._keys = hello, place, keys
         self._where = place_text(place)
+        self._has_met = False
         self._hint = ""  # what may be wrong where rank 0 ends connections
         self._unresolved = ""  # why the last try has not found rank 0's address
 
-    def ask(self, deadline: float, timeout: float) -> tuple[list[bytes], Connection]:
+    def ask(self, deadline: Deadline) -> tuple[list[bytes], Channel]:
         """All ranks' notes, and the connection to rank 0."""
-        has_met = False
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise CollectiveTimeout(self._why_not(timeout, has_met) + self._hint)
-            try:
-                server = self._connect(left)
-                try:
-                    send(server, self._hello, deadline)
-                    has_met = True
-                    notes = self._converse(server, deadline)
-                    if notes is not None:
-                        return notes, server
-                except BaseException:
-                    server.close()
-                    raise
-                server.close()
-            except NotARank as error:
-                raise EngineError(
-                    f"what answers at {self._where} does not have this rank's token, or is not rank 0 of this job: set "
-                    f"the same QCCL_TOKEN on all ranks"
-                ) from error
-            except OSError as error:  # nobody listens yet, or the name does not exist yet
-                self._unresolved = str(error) if isinstance(error, socket.gaierror) else ""
-            nap = _NAME_SECONDS if self._unresolved else RETRY_SECONDS
-            time.sleep(min(nap, max(0.0, deadline - time.monotonic())))
+        found = retry(lambda: self._try(deadline), deadline)
+        if found is None:
+            raise CollectiveTimeout(self._why_not(deadline.seconds) + self._hint)
+        return found
 
-    def _why_not(self, timeout: float, has_met: bool) -> str:
-        if has_met:
+    def _why_not(self, timeout: float) -> str:
+        if self._has_met:
             return f"rank 0 was met at {self._where}, but not every rank came there within {timeout} s"
         if self._unresolved:
             return (
@@ -289,37 +260,65 @@ class _Call:
             f"closed by a firewall (QCCL_PORT chooses another)"
         )
 
-    def _connect(self, seconds: float) -> Connection:
-        connection = connect(self._place, seconds)
-        if not self._key:
-            return connection
-        self._hint = "; perhaps rank 0 has no token: set the same QCCL_TOKEN on all ranks"
-        return SecureSocket(connection, self._key, is_server=False)
-
-    def _converse(self, server: Connection, deadline: float) -> list[bytes] | None:
-        """The notes, from the process that was called; None: call again. Raises OSError where it hangs up."""
-        is_proven, has_answered = self._key is not None, False  # TLS has proved it
-        self._hint = ""
-        expected = Kind.NOTES, Kind.LATER, Kind.REFUSED, Kind.PROVE
-        while found := receive_message(server, self._place, self._size, deadline, expected):
-            has_answered = True
-            kind, content = found
-            if kind is Kind.PROVE:
-                nonce, theirs = content[:NONCE_NBYTES], content[NONCE_NBYTES:]
-                if not hmac.compare_digest(theirs, proof(self._job, b"rank 0", nonce, self._hello)):
-                    raise stranger(self._place)
-                is_proven = True
-                send(server, proof(self._job, b"rank", nonce, self._hello), deadline)
-                continue
-            send(server, ACKNOWLEDGE, deadline)
-            if kind is Kind.REFUSED:
-                raise MismatchError(f"{printable(content)} (at {self._where})")
-            if kind is Kind.LATER:
-                return None
-            notes = part(content, self._size)
-            if not is_proven or notes is None:
-                raise stranger(self._place)
-            return notes
-        if not has_answered and not self._key:
-            self._hint = "; it ends connections at once: perhaps it has a QCCL_TOKEN, and this rank has none"
+    def _try(self, deadline: Deadline) -> tuple[list[bytes], Channel] | None:
+        """One call; None, or an OSError: rank 0 is to be called again."""
+        self._unresolved = ""
+        most = 1 + self._hello.size * (4 + NOTE_NBYTES)
+        try:
+            channel = call(self._place, deadline.remaining(), self._keys, parse, most=most)
+        except socket.gaierror as error:
+            self._unresolved = str(error)
+            raise
+        try:
+            notes = self._converse(channel, deadline)
+            if notes is not None:
+                return notes, channel
+        except BaseException:
+            channel.close()
+            raise
+        channel.close()
         return None
+
+    def _converse(self, channel: Channel, deadline: Deadline) -> list[bytes] | None:
+        """The notes, from the process that was called; None: call again. Raises OSError where it hangs up."""
+        try:
+            return self._answers(channel, deadline)
+        except OtherJob as error:
+            raise MismatchError(
+                f"what answers at {self._where} is not rank 0 of this job ({error}); give each job a port of its own "
+                f"in QCCL_PORT"
+            ) from error
+        except NotARank as error:
+            if not self._keys.tls:
+                raise _stranger(self._place, str(error)) from error
+            raise EngineError(
+                f"what answers at {self._where} does not have this rank's token, or is not rank 0 of this job: set the "
+                f"same QCCL_TOKEN on all ranks"
+            ) from error
+
+    def _answers(self, channel: Channel, deadline: Deadline) -> list[bytes] | None:
+        is_proven, has_answered = bool(self._keys.tls), False  # TLS has proved it
+        self._hint = "; perhaps rank 0 has no token: set the same QCCL_TOKEN on all ranks" if is_proven else ""
+        channel.send(self._hello.message(), deadline.remaining())
+        self._has_met, self._hint = True, ""
+        while True:
+            try:
+                kind, content = channel.receive(deadline)
+            except ConnectionError:
+                if channel.has_ended and not has_answered and not self._keys.tls:
+                    self._hint = "; it ends connections at once: perhaps it has a QCCL_TOKEN, and this rank has none"
+                raise
+            has_answered = True
+            match kind:
+                case Kind.PROVE if content[NONCE_NBYTES:] == self._hello.process:
+                    is_proven = True
+                    channel.send(Message(Kind.PROOF, content), deadline.remaining())
+                case Kind.REFUSED:
+                    raise MismatchError(f"{printable(content)} (at {self._where})")
+                case Kind.LATER:
+                    return None
+                case Kind.NOTES if is_proven and (notes := part(content, self._hello.size)) is not None:
+                    channel.send(Message(Kind.TAKEN), deadline.remaining())
+                    return notes
+                case _:
+                    raise NotARank("a message that no rank sends now")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import queue
 import threading
 import time
@@ -32,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from qccl import threads
+from qccl.deadline import Deadline
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost
 from qccl.lifetime import Registry, Stage
 from qccl.transports.base import Transport, split_groups
@@ -81,14 +81,14 @@ class TorchTransport(Transport):
         progress_hook: Callable[[], object] = lambda: None,
         *,
         own: str | None = None,
-        deadline: float = math.inf,
+        deadline: Deadline | None = None,
     ) -> None:
         """Collective: a group of its own, connected by a store of torch's that nothing else uses.
 
         ``own`` is this machine's address for the other ranks; None: gloo finds it by GLOO_SOCKET_IFNAME, or by the
-        machine's name. ``deadline``: a time.monotonic() before the timeout's end.
+        machine's name. ``deadline``: the timeout's, where it counts already.
         """
-        deadline = min(deadline, time.monotonic() + timeout)
+        deadline = deadline or Deadline(timeout)
         self.rank, self.size = rank, size
         self.progress_hook = progress_hook
         self._store, self._own = store, own
@@ -96,16 +96,16 @@ class TorchTransport(Transport):
         self._gone = False
         self._changed = threading.Condition()  # guards the attributes below
         self._done: list[Hashable] = []
-        self._fault: tuple[float, int, RuntimeError] | None = None  # the first: time, peer, error
+        self._fault: tuple[Deadline, int, RuntimeError] | None = None  # the first: for last words, peer, error
         self._under_way = 0
         self._threads: list[threading.Thread] = []
         self._waiting = 0  # number of threads without a transfer
         self._timer: threading.Timer | None = None
-        self._back_by = math.inf  # time.monotonic() at which await_threads() gives up
+        self._back_by = Deadline(_BACK_SECONDS, counts=False)  # then await_threads() gives up
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        _await_all(store, rank, size, deadline, timeout, progress_hook)
+        _await_all(store, rank, size, deadline, progress_hook)
         try:
-            self.group = connect_gloo(store, rank, size, deadline - time.monotonic(), own)
+            self.group = connect_gloo(store, rank, size, deadline.remaining(), own)
         except RuntimeError as error:
             raise CollectiveTimeout(
                 f"gloo did not connect rank {rank}{f', at {own},' if own else ''} with the {size} ranks within "
@@ -113,8 +113,8 @@ class TorchTransport(Transport):
             ) from error
         self.group._set_default_timeout(timedelta(seconds=timeout + _LATER_SECONDS))
         _open.add(self)
-        left = max(0.0, deadline - time.monotonic())
-        topology = find_topology(rank, [each.decode() for each in self.allgather(machine().encode(), left)])
+        machines = self.allgather(machine().encode(), deadline.remaining())
+        topology = find_topology(rank, [each.decode() for each in machines])
         self.local_rank, self.local_size, self.nodes, self.shares_memory = topology
 
     @classmethod
@@ -125,12 +125,12 @@ class TorchTransport(Transport):
         name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
         options = dist.BroadcastOptions()  # from the group's rank 0
         options.timeout = timedelta(seconds=timeout)
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         try:
             used = dist.group.WORLD if group is None else group
             keep_alive(used, used.broadcast([name], options)).wait()
         except RuntimeError as error:
-            if time.monotonic() < deadline:
+            if not deadline.is_over:
                 raise _lost([], error) from error
             raise CollectiveTimeout(f"not every rank called from_torch() within {timeout} s") from error
         store = dist.PrefixStore(f"qccl/{bytes(name.tolist()).hex()}", dist.distributed_c10d._get_default_store())
@@ -139,7 +139,7 @@ class TorchTransport(Transport):
     @classmethod
     def at(cls, place: tuple[str, int], rank: int, size: int, timeout: float, own: str | None = None) -> TorchTransport:
         """Collective: ranks that meet at host and port of rank 0."""
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         try:
             store = dist.TCPStore(*place, size, is_master=rank == 0, timeout=timedelta(seconds=timeout))
         except RuntimeError as error:
@@ -166,8 +166,8 @@ class TorchTransport(Transport):
                 done, self._done = self._done, []
                 return done
             if self._fault is not None:
-                begin, peer, error = self._fault
-                if time.monotonic() > begin + _LAST_WORDS_SECONDS:
+                last_words, peer, error = self._fault
+                if last_words.is_over:
                     raise _lost([peer], error) from error
         return ()
 
@@ -185,11 +185,9 @@ class TorchTransport(Transport):
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
         """By two all-gathers of gloo: the lengths of the items, then the items, padded to the longest."""
         self._check_alive()
-        deadline = time.monotonic() + timeout
-        lengths = [
-            int.from_bytes(n, "little") for n in self._gather(len(item).to_bytes(8, "little"), deadline, timeout)
-        ]
-        items = self._gather(item.ljust(max(*lengths, 1), b"\0"), deadline, timeout)
+        deadline = Deadline(timeout)
+        lengths = [int.from_bytes(n, "little") for n in self._gather(len(item).to_bytes(8, "little"), deadline)]
+        items = self._gather(item.ljust(max(*lengths, 1), b"\0"), deadline)
         return [each[:length] for each, length in zip(items, lengths, strict=True)]
 
     def abort(self, reason: str) -> None:
@@ -256,7 +254,7 @@ class TorchTransport(Transport):
 
     def _failed(self, peer: int, error: RuntimeError) -> None:
         if self._fault is None:
-            self._fault = time.monotonic(), peer, error
+            self._fault = Deadline(_LAST_WORDS_SECONDS), peer, error
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -276,7 +274,7 @@ class TorchTransport(Transport):
         """After disconnect(): return when the threads have ended, or are stuck in gloo."""
         for thread in (*self._threads, *([self._timer] if self._timer is not None else [])):
             if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(max(0.0, self._back_by - time.monotonic()))
+                thread.join(self._back_by.remaining())
         _open.discard(self)
 
     def _give_up(self) -> None:
@@ -285,8 +283,8 @@ class TorchTransport(Transport):
 
     def _end_threads(self) -> None:
         """Let the threads end after their present transfers."""
-        if self._back_by == math.inf:
-            self._back_by = time.monotonic() + _BACK_SECONDS
+        if not self._back_by.counts:
+            self._back_by.start()
             for _ in self._threads:
                 self._jobs.put(None)
 
@@ -310,15 +308,15 @@ class TorchTransport(Transport):
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
-    def _gather(self, item: bytes, deadline: float, timeout: float) -> list[bytes]:
+    def _gather(self, item: bytes, deadline: Deadline) -> list[bytes]:
         """All ranks' items, which have equal lengths."""
         mine = torch.frombuffer(bytearray(item), dtype=torch.uint8)
         theirs = [torch.empty_like(mine) for _ in range(self.size)]
         try:
             work = keep_alive(self.group, self.group.allgather([theirs], [mine]))
             while not work.is_completed():
-                if time.monotonic() > deadline:
-                    raise CollectiveTimeout(f"not every rank came to an all-gather within {timeout} s")
+                if deadline.is_over:
+                    raise CollectiveTimeout(f"not every rank came to an all-gather within {deadline.seconds} s")
                 self.progress_hook()
                 time.sleep(_POLL_SECONDS)
             work.wait()
@@ -331,15 +329,13 @@ class TorchTransport(Transport):
             raise EngineError("this transport was closed or aborted; make another with Communicator.from_torch()")
 
 
-def _await_all(
-    store: Any, rank: int, size: int, deadline: float, timeout: float, progress_hook: Callable[[], object]
-) -> None:
+def _await_all(store: Any, rank: int, size: int, deadline: Deadline, progress_hook: Callable[[], object]) -> None:
     """Collective: return when all ranks are here, because gloo waits for each with a shorter deadline."""
-    until, missing = max(deadline, time.monotonic() + _LEAST_SECONDS), list(range(size))
+    until, missing = Deadline(deadline.remaining(_LEAST_SECONDS)), list(range(size))
     nap = _NAP_SECONDS
     try:
         store.set(f"here/{rank}", "")
-        while missing and time.monotonic() < until:
+        while missing and not until.is_over:
             if store.check([f"here/{missing[0]}"]):
                 missing.pop(0)
                 continue
@@ -349,7 +345,7 @@ def _await_all(
     except RuntimeError as error:
         raise _lost([], error) from error
     if missing:
-        raise CollectiveTimeout(f"rank {missing[0]} did not come to connect gloo within {timeout} s")
+        raise CollectiveTimeout(f"rank {missing[0]} did not come to connect gloo within {deadline.seconds} s")
 
 
 def connect_gloo(store: Any, rank: int, size: int, seconds: float, own: str | None) -> Any:

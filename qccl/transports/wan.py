@@ -19,6 +19,7 @@ import socket
 from collections.abc import Sequence
 
 from qccl import _host
+from qccl.deadline import Deadline
 from qccl.errors import ArgumentError, EngineError
 from qccl.transports import tls
 from qccl.transports.connected import ConnectedTransport, Faults
@@ -116,10 +117,10 @@ class WanTransport(ConnectedTransport):
         self._neighbours = Neighbours(self.rank, addresses)
         super()._connect_wire(self._neighbours.sites)
 
-    def _meet(self, deadline: float, timeout: float) -> None:
+    def _meet(self, deadline: Deadline) -> None:
         """Also find out which ranks share memory with this one."""
         own = self._neighbours.reach(self.wire)
-        self._near = joint(self.rank, self._exchange(own, [self.size] * self.size, deadline, timeout))
+        self._near = joint(self.rank, self._exchange(own, [self.size] * self.size, deadline))
         if isinstance(self.wire, _host.MixedWire):
             self.wire.share(sorted(self._near))
         if self._near:

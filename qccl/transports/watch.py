@@ -22,12 +22,12 @@ import contextlib
 import select
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from qccl.deadline import Deadline
 from qccl.transports.channel import frame
-from qccl.transports.messages import encode
+from qccl.transports.messages import Look
 from qccl.transports.sockets import check_connected, is_abandoned
 
 __all__ = ["Watch", "is_free", "make_greeting"]
@@ -55,7 +55,7 @@ class _Place(NamedTuple):
 
 def make_greeting(seal: bytes = b"") -> bytes:
     """The message of a Watch; ``seal``: the group's key for messages outside TLS, if it has one."""
-    return frame(encode({"kind": "watch"}), seal)
+    return frame(Look(), seal)
 
 
 class Watch:
@@ -142,17 +142,17 @@ class Watch:
 
     def _answered(self) -> Iterator[tuple[int, socket.socket]]:
         """The calls that end within a moment, however many there are."""
-        deadline = time.monotonic() + _LOOK_SECONDS
+        deadline = Deadline(_LOOK_SECONDS)
         poll = select.poll()
         ranks = {call.fileno(): rank for rank, call in self._calls.items()}
         for descriptor in ranks:
             poll.register(descriptor, select.POLLOUT)
         while ranks:
-            for descriptor, _ in poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+            for descriptor, _ in poll.poll(1000 * deadline.remaining()):
                 poll.unregister(descriptor)
                 rank = ranks.pop(descriptor)
                 yield rank, self._calls.pop(rank)
-            if time.monotonic() >= deadline:
+            if deadline.is_over:
                 return
 
     def _has_ended(self, rank: int, connection: socket.socket) -> bool:

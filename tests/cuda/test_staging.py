@@ -14,6 +14,7 @@ from staging_ranks import exact, options, ranks, staged
 
 import qccl
 from qccl.codecs import get
+from qccl.deadline import Deadline
 from qccl.dtypes import FLOAT32
 from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
 
@@ -151,7 +152,7 @@ def test_bytes_between_nodes_go_over_the_host_and_no_others(world, cupy):
                 sent |= {"host": 0, "nccl": 0}
                 comm.hierarchical_allreduce(x, inter="host", **how)
                 comm.check()
-                comm._session.engine._proxy.close(10.0)
+                comm._session.engine._proxy.close(Deadline(10.0))
                 found.append((sent["host"], sent["nccl"]))
                 comm._session.engine._proxy = None  # the next call makes another
         return found

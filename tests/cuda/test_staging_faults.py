@@ -111,8 +111,8 @@ def test_a_transport_that_fails(world, cupy):
 
 def test_streams_go_on_after_a_failure_only_when_it_is_known():
     """Or what they do then could be taken for a result."""
-    from qccl.cuda.deadline import Deadline
     from qccl.cuda.proxy import HostProxy, Message, TransferBatch
+    from qccl.deadline import Deadline
 
     transport = LoopbackGroup(2).transport(0)
     transport.poll = lambda *, idle: (_ for _ in ()).throw(qccl.PeerLost("a node has gone"))
@@ -127,9 +127,11 @@ def test_streams_go_on_after_a_failure_only_when_it_is_known():
     data = np.zeros(8, np.uint8)
     message = Message(1, False, data.ctypes.data, 8, ((0, 0),), 1)
     words[0] = 1
-    proxy.begin(TransferBatch([message], words, 1, call=0, call_text="a call", deadline=Deadline(10), kept=data))
+    proxy.begin(
+        TransferBatch([message], words, 1, call=0, call_text="a call", deadline=Deadline(10, counts=False), kept=data)
+    )
     assert failed.wait(60)
-    proxy.close(10)
+    proxy.close(Deadline(10))
     assert seen == [0] and words[1] == 1, "and then they do go on"
 
 

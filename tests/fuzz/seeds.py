@@ -17,6 +17,7 @@ from io import BytesIO
 from pathlib import Path
 
 import kernel_calls
+import msgspec
 import numpy as np
 import patience
 import runs
@@ -28,11 +29,12 @@ from qccl import codecs, dtypes
 from qccl.codecs import Codec
 from qccl.costs import group
 from qccl.records import write_record
+from qccl.transports import messages
 from qccl.transports.channel import frame
 from qccl.transports.invitation import Invitation
 from qccl.transports.join_address import JoinAddress
-from qccl.transports.meeting_messages import Hello, Kind, join, message
-from qccl.transports.messages import Decision, Member, encode
+from qccl.transports.meeting_messages import Hello, Kind, Message, join
+from qccl.transports.messages import Decision, Member
 
 #: the inputs of a target
 Inputs = Iterator[bytes]
@@ -116,35 +118,31 @@ def message_inputs() -> Inputs:
     member = Member.make(_ID, "192.0.2.1", 4711, "ab" * 32, b"worker")
     other = Member.make(_ID[::-1], "::1", 4712, "cd" * 32, b"")
     decided = Decision(3, (member, other), 7, ())
-    hello = {
-        **{"nonce": _ID, "to": _ID, "epoch": 1, "member": member, "calls": 5, "newcomers": [other]},
-        **{"promised": [1, 0], "accepted": [[1, 0], decided]},
-    }
-    for fields in (
-        {"kind": "challenge", "nonce": _ID},
-        {"kind": "knock", "nonce": _ID, "member": member},
-        {"kind": "join", **hello},
-        {"kind": "probe", **hello, "accepted": None},
-        {"kind": "wait", "seconds": 1.5},
-        {"kind": "tell"},
-        {"kind": "prepare", "ballot": [2, 1]},
-        {"kind": "accept", "ballot": [2, 1], "value": decided},
-        {"kind": "decided", "to": _ID, "decided": decided},
+    hello = _ID, _ID, 1, member, 5, (other,), (1, 0)
+    for each in (
+        messages.Challenge(_ID),
+        messages.Knock(_ID, member),
+        messages.Join(*hello, ((1, 0), decided)),
+        messages.Probe(*hello, None),
+        messages.Wait(1.5),
+        messages.Tell(),
+        messages.Prepare((2, 1)),
+        messages.Accept((2, 1), decided),
+        messages.Decided(_ID, decided),
     ):
-        content = encode(fields)
-        yield b"\0" + content
-        yield b"\1" + frame(content)
-    yield b"\2" + json.dumps(member).encode()
+        yield b"\0" + each.packed()
+        yield b"\1" + frame(each)
+    yield b"\2" + msgspec.json.encode(member)
     yield b"\3" + Invitation("ab" * 16, 4711, 5, "cd" * 16).text()
     yield b"\4" + JoinAddress("wan", ("192.0.2.1", 4711), bytes(32), True).text().encode()
     yield b"\4" + b"[::1]:4711"
-    for each in (
-        message(Kind.NOTES, join([b"a", b"bc"])),
-        message(Kind.REFUSED, b"why"),
-        message(Kind.PROVE, bytes(48)),
+    for said in (
+        join([b"a", b"bc"]),
+        Message(Kind.REFUSED, b"why"),
+        Message(Kind.PROVE, bytes(24)),
+        Hello(1, 2, 0, bytes(8), b"abc").message(),
     ):
-        yield b"\5" + each
-    yield b"\6" + Hello.of(1, 2, 0, b"job", bytes(8), 3).pack() + b"abc"
+        yield b"\5" + said.packed()
 
 
 def state_inputs() -> Inputs:

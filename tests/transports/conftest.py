@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 from clocks import Clock
 
+from qccl import deadline
 from qccl.transports import callers, meeting_host, rendezvous
 
 
@@ -25,8 +26,7 @@ def end_deadlines(monkeypatch: pytest.MonkeyPatch, port: int) -> Callable[[], No
     So they can have a long one, and what the test awaits before is not too late on a busy machine.
     """
     clock = Clock()
-    for module in (meeting_host, rendezvous):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(deadline, "time", clock)
 
     def end() -> None:
         clock.ahead = 1000.0

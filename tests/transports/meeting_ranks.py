@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import socket
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 import patience
 
-from qccl.transports.meeting_messages import NONCE_NBYTES, Hello, Kind, proof, receive_message
+from qccl.deadline import Deadline
+from qccl.transports.channel import Channel, frame
+from qccl.transports.meeting_messages import Hello, Kind, Message, parse, seal
 from qccl.transports.rendezvous import Rendezvous
 
 Place = tuple[str, int]
@@ -46,20 +47,21 @@ def hello(
     rank: int, size: int = 3, note: bytes = b"stranger", job: str = "", process: bytes = b"stranger", meeting: int = 1
 ) -> bytes:
     """The first message of a rank, with its note."""
-    return Hello.of(rank, size, meeting, job.encode(), process, len(note)).pack() + note
+    return frame(Hello(rank, size, meeting, process, note).message(), seal(job))
 
 
-def challenge(connection: socket.socket) -> tuple[bytes, bytes]:
-    """Rank 0's demand for a proof: its nonce, and its own proof."""
-    found = receive_message(connection, ("there", 1), 3, time.monotonic() + 60, (Kind.PROVE,))
-    assert found is not None
-    return found[1][:NONCE_NBYTES], found[1][NONCE_NBYTES:]
+def challenge(connection: socket.socket, job: str = "") -> bytes:
+    """Rank 0's demand for a proof: its content."""
+    found = Channel(connection, parse, seal(job)).receive(Deadline(60.0))
+    connection.settimeout(60)
+    assert found.kind is Kind.PROVE
+    return bytes(found.content)
 
 
-def prove(connection: socket.socket, said: bytes, job: str = "") -> None:
-    """Answer rank 0's demand for a proof."""
-    nonce, _ = challenge(connection)
-    connection.sendall(proof(job.encode(), b"rank", nonce, said))
+def prove(connection: socket.socket, job: str = "", guess: str | None = None) -> None:
+    """Answer rank 0's demand for a proof; ``guess``: with another job's name."""
+    answer = Message(Kind.PROOF, challenge(connection, job))
+    connection.sendall(frame(answer, seal(job if guess is None else guess)))
 
 
 class Meeting:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import msgspec
+
 from qccl.transports import channel
 from qccl.transports.join_address import JoinAddress
 from qccl.transports.messages import Member
@@ -28,7 +30,7 @@ def frame(content: bytes) -> bytes:
 
 
 def message(**fields: object) -> bytes:
-    return frame(json.dumps(fields).encode())
+    return frame(msgspec.json.encode(fields))
 
 
 def member(chosen: random.Random) -> Member:
@@ -54,7 +56,7 @@ PAYLOADS: dict[str, Callable[[random.Random], bytes]] = {
     "nested objects": lambda chosen: frame(b'{"kind":' * 100_000),
     "not JSON": lambda chosen: frame(chosen.randbytes(100)),
     "no object": lambda chosen: frame(b"[1, 2]"),
-    "a watch": lambda chosen: message(kind="watch"),
+    "a watch": lambda chosen: message(kind="look"),
     "strange kind": lambda chosen: message(kind=["join"]),
     "unknown kind": lambda chosen: message(kind="abort"),
     "no fields": lambda chosen: b"".join(message(kind=kind) for kind in ("join", "probe", "knock", "decided")),
@@ -63,8 +65,8 @@ PAYLOADS: dict[str, Callable[[random.Random], bytes]] = {
     "garbage worker": lambda chosen: message(
         kind="knock", nonce=UNKNOWN, member=[UNKNOWN, "127.0.0.1", 1, chosen.randbytes(60).hex()]
     ),
-    "no hexadecimal worker": lambda chosen: message(
-        kind="knock", nonce=UNKNOWN, member=[UNKNOWN, "127.0.0.1", 1, "zz", UNKNOWN]
+    "worker not in base64": lambda chosen: message(
+        kind="knock", nonce=UNKNOWN, member=[UNKNOWN, "127.0.0.1", 1, "z", UNKNOWN]
     ),
     "knock without a nonce": lambda chosen: message(kind="knock", nonce=UNKNOWN, member=member(chosen)),
     "forged decision": lambda chosen: message(kind="decided", to=UNKNOWN, decided=[1, [member(chosen)], 0, []]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +12,7 @@ from taps import Tap
 import qccl
 from qccl import CollectiveTimeout, PeerLost
 from qccl.cuda import libraries
+from qccl.deadline import Deadline
 from qccl.transports.meeting_messages import Kind
 from qccl.transports.rendezvous import Rendezvous
 from qccl.transports.secret import derive
@@ -88,9 +88,9 @@ def test_a_rank_that_is_silent_in_a_further_gather(port, monkeypatch):
     """It has half a second, and the others have a minute."""
     over, receive = threading.Event(), Rendezvous._receive
 
-    def receive_soon(meeting: Rendezvous, rank: int, kind: Kind, deadline: float) -> bytes:
+    def receive_soon(meeting: Rendezvous, rank: int, kind: Kind, deadline: Deadline) -> bytes:
         is_late = rank == 2 and kind is Kind.NOTE
-        return receive(meeting, rank, kind, time.monotonic() + 0.5 if is_late else deadline)
+        return receive(meeting, rank, kind, Deadline(0.5) if is_late else deadline)
 
     monkeypatch.setattr(Rendezvous, "_receive", receive_soon)
 

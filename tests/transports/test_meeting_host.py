@@ -19,10 +19,11 @@ from taps import Tap
 from tls_streams import shake_hands
 
 from qccl import CollectiveTimeout, EngineError, MismatchError, launch, meetings
-from qccl.transports import choice, meeting_host, meeting_messages, ucx
+from qccl.transports import channel, choice, meeting_host, ucx
 from qccl.transports import strangers as dropped
+from qccl.transports.channel import frame
 from qccl.transports.meeting_host import MeetingHost
-from qccl.transports.meeting_messages import Kind, message
+from qccl.transports.meeting_messages import Hello, Kind, Message, join, seal
 from qccl.transports.secret import derive
 
 pytestmark = pytest.mark.usefixtures("one_meeting_for_all")
@@ -44,7 +45,7 @@ def test_one_that_has_proved_itself_and_is_silent_does_not_keep_the_place(order,
     monkeypatch.setattr(meeting_host, "_PROOF_SECONDS", 1.0)
     monkeypatch.setattr(meeting_host, "_FRESH_SECONDS", 0.1)
     with Meeting(port) as met, connected(("127.0.0.1", port), hello(1)) as silent:
-        prove(silent, hello(1), JOB)
+        prove(silent, JOB)
         time.sleep(0.2)
         met.go_on(*order)
 
@@ -53,7 +54,7 @@ def test_one_that_has_proved_itself_and_leaves_leaves_nothing(port, patient_host
     """Its note is not that of the rank."""
     with Meeting(port) as met:
         with connected(("127.0.0.1", port), hello(1)) as gone:
-            prove(gone, hello(1), JOB)
+            prove(gone, JOB)
             gone.shutdown(socket.SHUT_WR)
             assert gone.recv(1) == b""  # rank 0 has noticed; a system under load may tell it late
         found = [met.first, met.start(2)]
@@ -66,11 +67,9 @@ def test_a_proof_is_of_no_use_to_another_caller(port, patient_host):
     """It is sent a second time, after the hello to which it belonged."""
     with Meeting(port) as met:
         with connected(("127.0.0.1", port), hello(1)) as gone:
-            nonce, _ = challenge(gone)
-            proof = meeting_messages.proof(JOB.encode(), b"rank", nonce, hello(1))
+            proof = frame(Message(Kind.PROOF, challenge(gone, JOB)), seal(JOB))
         with connected(("127.0.0.1", port), hello(1)) as again:
-            challenge(again)
-            again.settimeout(60)
+            challenge(again, JOB)
             again.sendall(proof)
             with suppress(ConnectionError):
                 while again.recv(1000):
@@ -79,9 +78,9 @@ def test_a_proof_is_of_no_use_to_another_caller(port, patient_host):
 
 
 def test_one_that_does_not_know_the_job(port, patient_host):
-    """It has the right digest, as anyone who has read it, and not the name."""
+    """It repeats the hello of a rank, as anyone who has read it, and does not know the name."""
     with Meeting(port) as met, connected(("127.0.0.1", port), hello(1)) as stranger:
-        prove(stranger, hello(1), "a guess")
+        prove(stranger, JOB, "a guess")
         met.go_on()
 
 
@@ -106,10 +105,14 @@ def answered(answer: Callable[[bytes], bytes], job: str = JOB) -> BaseException 
             over.set()
 
 
+def sealed(kind: Kind, content: bytes = b"") -> bytes:
+    """A message of a program that knows the job."""
+    return frame(Message(kind, content), seal(JOB))
+
+
 def proved(said: bytes) -> bytes:
     """What a program says that knows the job."""
-    nonce = bytes(16)
-    return message(Kind.PROVE, nonce + meeting_messages.proof(JOB.encode(), b"rank 0", nonce, said))
+    return sealed(Kind.PROVE, bytes(16) + Hello.of(said[channel._HEAD.size + 1 :]).process)
 
 
 @pytest.mark.parametrize(
@@ -117,19 +120,15 @@ def proved(said: bytes) -> bytes:
     [
         lambda said: b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n",
         lambda said: bytes(512),
-        lambda said: meeting_messages._HEAD.pack(
-            meeting_messages._MAGIC, meeting_messages._VERSION, 2**32 - 1, 0, bytes(32)
-        ),
-        lambda said: meeting_messages._HEAD.pack(
-            meeting_messages._MAGIC, meeting_messages._VERSION, 0, 2**32 - 1, bytes(32)
-        ),
-        lambda said: message(Kind.NOTES, meeting_messages.join(NOTES)),  # without a proof
-        lambda said: message(Kind.PROVE, bytes(48)),
-        lambda said: message(Kind.PROVE, b""),
-        lambda said: proved(said) + message(Kind.NOTES, b"x"),
-        lambda said: proved(said) + message(Kind.NOTES, struct.pack("<3I", 2**32 - 1, 0, 0)),
+        lambda said: sealed(Kind.HELLO),
+        lambda said: channel._HEAD.pack(channel._MAGIC, 2**32 - 1, bytes(16)),
+        lambda said: sealed(Kind.NOTES, join(NOTES).content),  # without a proof
+        lambda said: sealed(Kind.PROVE, bytes(24)),
+        lambda said: sealed(Kind.PROVE),
+        lambda said: proved(said) + sealed(Kind.NOTES, b"x"),
+        lambda said: proved(said) + sealed(Kind.NOTES, struct.pack("<3I", 2**32 - 1, 0, 0)),
     ],
-    ids=["http", "zeros", "verdict", "length", "unproved", "wrong proof", "no proof", "short", "lengths"],
+    ids=["http", "zeros", "hello", "length", "unproved", "wrong proof", "no proof", "short", "lengths"],
 )
 def test_what_answers_is_not_rank_0(answer):
     error = answered(answer)
@@ -137,8 +136,15 @@ def test_what_answers_is_not_rank_0(answer):
     assert "QCCL_PORT" in str(error)
 
 
+@pytest.mark.parametrize("kind", [Kind.PROVE, Kind.NOTES, Kind.REFUSED])
+def test_what_answers_is_rank_0_of_another_job(kind):
+    error = answered(lambda said: frame(Message(kind, bytes(24)), seal("another")))
+    assert isinstance(error, MismatchError) and "is not rank 0 of this job" in str(error), error
+    assert "another job" in str(error) and "QCCL_PORT" in str(error)
+
+
 def test_a_text_from_the_network_is_shown_without_control_characters():
-    error = answered(lambda said: message(Kind.REFUSED, b"\x1b[2J\x07no\xff\x9b"))
+    error = answered(lambda said: sealed(Kind.REFUSED, b"\x1b[2J\x07no\xff\x9b"))
     assert isinstance(error, MismatchError) and "\\x1b[2J\\x07no" in str(error), error
     assert str(error).isprintable()
     assert dropped.printable("a\nb\u202e" + "c" * 2000, 10) == "a\\nb\\u202ecccccc..."
@@ -194,7 +200,7 @@ def test_who_reads_a_meeting_with_a_token_reads_no_note(port):
     said = captured(port, KEY)
     assert len(said[0]) > 300 and len(said[1]) > 300
     for each in said:
-        assert not any(text in each for text in (*NOTES, b"note", b"the job", meeting_messages._MAGIC))
+        assert not any(text in each for text in (*NOTES, b"note", b"the job", channel._MAGIC))
 
 
 def test_without_a_token_the_notes_can_be_read(port):
@@ -217,15 +223,14 @@ def test_what_a_rank_has_said_is_of_no_use_to_another_caller(port):
 
 @pytest.fixture
 def has_dropped(monkeypatch) -> threading.Event:
-    """Rank 0 has dropped a caller for a cause that it names."""
-    found, drop = threading.Event(), MeetingHost.drop
+    """Rank 0 has refused a caller."""
+    found, refuse = threading.Event(), MeetingHost._refuse
 
-    def dropped(self: MeetingHost, caller, cause: str = "") -> None:
-        drop(self, caller, cause)
-        if cause:
-            found.set()
+    def refused(self: MeetingHost, *arguments: Any) -> None:
+        refuse(self, *arguments)
+        found.set()
 
-    monkeypatch.setattr(MeetingHost, "drop", dropped)
+    monkeypatch.setattr(MeetingHost, "_refuse", refused)
     return found
 
 
@@ -282,4 +287,4 @@ def test_a_program_in_the_place_of_rank_0_learns_nothing(answer):
         error = pool.submit(gather, NOTES[1], 1, 3, server.getsockname(), timeout, JOB, key=KEY).exception(120)
         thread.join(60)
     assert isinstance(error, CollectiveTimeout if answer == b"" else EngineError), error
-    assert NOTES[1] not in got and meeting_messages._MAGIC not in got
+    assert NOTES[1] not in got and channel._MAGIC not in got

@@ -16,11 +16,12 @@ import pytest
 from clocks import Clock
 from membership_groups import Group, give_secret, one_group, silent
 
+from qccl.deadline import Deadline
 from qccl.errors import CollectiveTimeout, PeerLost
 from qccl.transports import membership, messages, regroup
 from qccl.transports.channel import Channel
 from qccl.transports.membership import Agreement
-from qccl.transports.messages import Decision
+from qccl.transports.messages import Decision, Message, parse
 from qccl.transports.regroup import MembershipSocket
 from qccl.transports.watch import Watch
 
@@ -50,20 +51,20 @@ def test_any_rank_may_end(lost):
         assert len([each for each in found if each == decision]) == len(left)
         assert group.numbers(decision) == left
         assert (decision.epoch, decision.calls) == (1, 100 + left[-1])
-        assert [bytes.fromhex(each.worker) for each in decision.members] == [b"worker %d" % rank for rank in left]
+        assert [each.worker for each in decision.members] == [b"worker %d" % rank for rank in left]
         assert [group.ranks[rank].rank for rank in left] == list(range(len(left)))
 
 
 @pytest.mark.parametrize(("kind", "number"), [
-    ("challenge", 1), ("join", 1), ("wait", 1), ("accept", 1), ("accepted", 1), ("accepted", 2), ("decided", 1),
+    ("Challenge", 1), ("Join", 1), ("Wait", 1), ("Accept", 1), ("Accepted", 1), ("Accepted", 2), ("Decided", 1),
 ])  # fmt: skip
 def test_an_exception_of_the_program_after_a_message_was_sent(kind, number, monkeypatch):
     """A signal's handler may raise what looks like the connection's error. No rank then waits for what follows."""
     send, numbers, raised = Channel.send, itertools.count(1), threading.Event()
 
-    def interrupted(channel: Channel, message: dict[str, Any], *seconds: float) -> None:
+    def interrupted(channel: Channel, message: Message, *seconds: float) -> None:
         send(channel, message, *seconds)
-        if message["kind"] == kind and next(numbers) == number:
+        if type(message).__name__ == kind and next(numbers) == number:
             raised.set()
             raise ConnectionResetError("from a signal's handler")
 
@@ -98,11 +99,11 @@ def test_a_timeout_may_be_longer_than_a_message_can_say(monkeypatch):
 def test_a_rank_waits_for_a_message_as_long_as_the_program_wants():
     """poll() takes no more than 2**31 ms."""
     ours, theirs = socket.socketpair()
-    with Channel(ours) as channel, Channel(theirs) as other, ThreadPoolExecutor(1) as pool:
-        found = pool.submit(channel.receive, time.monotonic() + 1e9)
+    with Channel(ours, parse) as channel, Channel(theirs, parse) as other, ThreadPoolExecutor(1) as pool:
+        found = pool.submit(channel.receive, Deadline(1e9))
         time.sleep(0.1)
-        other.send({"kind": "tell"})
-        assert found.result(60) == {"kind": "tell"}
+        other.send(messages.Tell())
+        assert found.result(60) == messages.Tell()
 
 
 def test_a_rank_that_comes_late_is_waited_for():
@@ -130,7 +131,7 @@ def test_a_silent_rank_is_out_for_good(away):
 def replaced(group: Group, new: MembershipSocket) -> None:
     """``new`` joins ranks 0 and 1, which then end."""
     place = "127.0.0.1", group.ranks[0]._port
-    found = group.run(group.grow(0), group.work(1), lambda: new.knock(place, b"new", 30.0))
+    found = group.run(group.grow(0), group.work(1), lambda: new.knock(place, b"new", Deadline(30.0)))
     assert found == [one_group(found)] * 3 and len(found[0].members) == 3
     for rank in (0, 1):
         group.ranks[rank].close()
@@ -235,7 +236,7 @@ def _ends_at(monkeypatch, victim: MembershipSocket, kind: str, number: int) -> N
     def lossy(channel, message, *seconds):
         nonlocal sent
         owner = victims.get(threading.get_ident())
-        if owner is victim and message["kind"] == kind:
+        if owner is victim and type(message).__name__ == kind:
             sent += 1
             if sent >= number:
                 victim.close()
@@ -256,14 +257,18 @@ def _ends_at(monkeypatch, victim: MembershipSocket, kind: str, number: int) -> N
 @pytest.mark.parametrize(
     ("victim", "kind", "number"),
     [
-        *((0, kind, number) for kind in ("wait", "prepare", "accept", "decided") for number in (1, 2, 3)),
-        *((2, kind, 1) for kind in ("join", "promised", "accepted")),
+        *(
+            (0, kind, number)
+            for kind in (messages.Wait, messages.Prepare, messages.Accept, messages.Decided)
+            for number in (1, 2, 3)
+        ),
+        *((2, kind, 1) for kind in ("Join", "Promised", "Accepted")),
     ],
 )
 def test_a_further_rank_ends_meanwhile(victim, kind, number, monkeypatch):
     """Wherever it ends, the others end in one group, which the next agreement makes smaller if it is in it."""
     with Group(4) as group:
-        if kind in ("prepare", "promised"):  # only where the ranks have promised different ballots
+        if kind in ("Prepare", "Promised"):  # only where the ranks have promised different ballots
             group.ranks[1].promised = 1, 1
         _ends_at(monkeypatch, group.ranks[victim], kind, number)
         left = sorted({0, 1, 2, 3} - {victim})
@@ -298,8 +303,8 @@ def test_newcomers_get_the_numbers_behind_the_others():
         found = group.run(
             group.grow(0),
             group.grow(1),
-            lambda: first.knock(places[1], b"new", 30.0),
-            lambda: second.knock(places[0], b"new", 30.0),
+            lambda: first.knock(places[1], b"new", Deadline(30.0)),
+            lambda: second.knock(places[0], b"new", Deadline(30.0)),
         )
         decision = one_group(found)
         assert len(decision.members) == 4 and found.count(decision) == 4
@@ -314,7 +319,7 @@ def test_a_newcomer_that_has_ended_is_not_waited_for():
     with Group(2) as group:
         gone = MembershipSocket("127.0.0.1")
         with pytest.raises(CollectiveTimeout, match=r"all ranks must call comm\.grow\(\)"):
-            gone.knock(("127.0.0.1", group.ranks[0]._port), b"new", 0.2)
+            gone.knock(("127.0.0.1", group.ranks[0]._port), b"new", Deadline(0.2))
         gone.close()
         patience.wait_until(lambda: not group.ranks[0].waiting())  # a system under load may tell its end late
 
@@ -324,9 +329,9 @@ def test_a_late_coordinator_that_begins_again_keeps_its_followers(monkeypatch):
     clock, obey, waits, is_late = Clock(), Agreement._obey, [], threading.Event()
     monkeypatch.setattr(regroup, "time", clock)
 
-    def obeys(self: Agreement, message: dict[str, Any], now: float) -> None:
+    def obeys(self: Agreement, message: Message, now: float) -> None:
         obey(self, message, now)
-        if message["kind"] == "wait" and not is_late.is_set():
+        if isinstance(message, messages.Wait) and not is_late.is_set():
             waits.append(self)
             if len(waits) == 2:  # ranks 1 and 2
                 clock.ahead = 61.0
@@ -334,7 +339,7 @@ def test_a_late_coordinator_that_begins_again_keeps_its_followers(monkeypatch):
 
     monkeypatch.setattr(Agreement, "_obey", obeys)
     with Group(4) as group:
-        _ends_at(monkeypatch, group.ranks[3], "accepted", 1)
+        _ends_at(monkeypatch, group.ranks[3], "Accepted", 1)
 
         def dies() -> Decision:
             assert is_late.wait(60)
@@ -372,7 +377,7 @@ def test_what_one_rank_may_know_is_decided_again(monkeypatch):
 
     monkeypatch.setattr(Agreement, "informed", in_order)
     with Group(5) as group, silent(1):
-        _ends_at(monkeypatch, group.ranks[0], "decided", 2)
+        _ends_at(monkeypatch, group.ranks[0], "Decided", 2)
 
         def dies() -> Decision:
             try:

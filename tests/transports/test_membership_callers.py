@@ -21,11 +21,12 @@ from strangers import UNKNOWN, connected, frame, has_ended, knockers, member, me
 from taps import Tap
 from tls_streams import shake_hands
 
-from qccl import _host
+from qccl import _host, deadline
+from qccl.deadline import Deadline
 from qccl.errors import CollectiveTimeout, PeerLost
-from qccl.transports import callers, channel, membership_callers, regroup
+from qccl.transports import callers, channel
 from qccl.transports import strangers as dropped
-from qccl.transports.messages import Decision, encode
+from qccl.transports.messages import Decided, Decision, Member, Promised
 from qccl.transports.regroup import MembershipSocket
 from qccl.transports.watch import Watch
 
@@ -97,7 +98,7 @@ def test_a_silent_caller_is_dropped_soon_and_a_rank_is_not(monkeypatch):
     monkeypatch.setattr(callers, "HELLO_SECONDS", 0.2)
     with Group(2) as group, connected(group.ranks[0].place) as quiet, closing(MembershipSocket("127.0.0.1")) as new:
         knocking = threading.Thread(
-            target=lambda: suppress(Exception).__enter__() or new.knock(group.ranks[0].place, b"new", 60.0)
+            target=lambda: suppress(Exception).__enter__() or new.knock(group.ranks[0].place, b"new", Deadline(60.0))
         )
         knocking.start()
         patience.wait_until(group.ranks[0].waiting)
@@ -230,10 +231,10 @@ with_secret = pytest.mark.parametrize("has_secret", [True], indirect=True, ids=[
 def test_nobody_joins_without_the_secret(secret, monkeypatch, caplog):
     """With another one it is dropped at once, and told in the log; without one it is like all who say nothing."""
     clock, limit, looks = Clock(), patience.Limit(60), 0
-    monkeypatch.setattr(regroup, "time", clock)
+    monkeypatch.setattr(deadline, "time", clock)
     monkeypatch.setattr(dropped, "_reported", set())
     with Group(2) as group, closing(MembershipSocket("127.0.0.1", secret=secret)) as new, ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(new.knock, group.ranks[0].place, b"new", 60.0 if secret else 2.0)
+        joining = pool.submit(new.knock, group.ranks[0].place, b"new", Deadline(60.0 if secret else 2.0))
         while looks < 40 or (secret and not caplog.records):
             assert group.ranks[0].waiting() == 0 and limit.left()
             looks += 1
@@ -251,13 +252,14 @@ def test_nobody_joins_without_the_secret(secret, monkeypatch, caplog):
 def test_what_ranks_say_to_each_other_cannot_be_read():
     """A rank calls another one through a program that keeps all bytes."""
     with Group(2) as group, Tap(group.ranks[0].place) as tap:
+        first = group.ranks[0].member(b"first")
         group.ranks[1].latest = Decision(
-            0, (group.ranks[0].member(b"first")._replace(port=tap.place[1]), group.ranks[1].member(b"first")), 0
+            0, (Member.make(first.id, *tap.place, first.machine, b"first"), group.ranks[1].member(b"first")), 0
         )
         found = group.agree(0, 1)
         assert all(isinstance(each, Decision) for each in found), found
     for said in (tap.said(0), tap.said(1)):
-        assert said[:1] == membership_callers._HANDSHAKE
+        assert said[:1] == callers.HANDSHAKE
         assert not any(text in said for text in (b"nonce", b"kind", group.ranks[0].id.encode(), channel._MAGIC))
 
 
@@ -267,14 +269,14 @@ def test_a_decision_for_a_stopped_rank_is_sealed():
     with Group(3) as group:
         me, other = group.ranks[2], group.ranks[0]
         left_out = Decision(1, (other.member(b"first"),), 0, (me.member(b"first"),))
-        content = encode({"kind": "decided", "to": me.id, "decided": left_out})
+        content = Decided(me.id, left_out)
         seal = channel.Keys.of(bytes(range(32))).seal
         forged = [
             channel.frame(content),
             channel.frame(content, os.urandom(32)),
             channel.frame(content, seal).replace(b'"calls"', b'"Calls"').replace(b"[1,", b"[2,", 1),
-            channel.frame(encode({"kind": "decided", "to": other.id, "decided": left_out}), seal),
-            channel.frame(encode({"kind": "promised"}), seal),
+            channel.frame(Decided(other.id, left_out), seal),
+            channel.frame(Promised(), seal),
         ]
         with ExitStack() as stack:
             for each in forged:
@@ -284,7 +286,7 @@ def test_a_decision_for_a_stopped_rank_is_sealed():
             assert [each.inbox for each in me._callers] == []
             stack.enter_context(connected(me.place, channel.frame(content, seal)))
             patience.wait_until(lambda: [*me._callers], me.waiting)
-            assert [each.inbox[0]["decided"] for each in me._callers] == [left_out]
+            assert [each.inbox[0].decided for each in me._callers] == [left_out]
 
 
 @with_secret
@@ -293,9 +295,7 @@ def test_a_sealed_decision_is_of_no_use_later():
     with Group(2) as group:
         me = group.ranks[0]
         old = Decision(1, (group.ranks[1].member(b"first"),), 0, (me.member(b"first"),))
-        sealed = channel.frame(
-            encode({"kind": "decided", "to": me.id, "decided": old}), channel.Keys.of(bytes(range(32))).seal
-        )
+        sealed = channel.frame(Decided(me.id, old), channel.Keys.of(bytes(range(32))).seal)
         assert one_group(group.agree(0, 1)).epoch == 1
         with connected(me.place, sealed):
             assert group.numbers(one_group(group.agree(0, 1))) == [0, 1]

@@ -16,7 +16,7 @@ import pytest
 from qccl.errors import CollectiveTimeout, PeerLost
 from qccl.transports import messages
 from qccl.transports.membership import Agreement, Membership, Own
-from qccl.transports.messages import Decision, Member
+from qccl.transports.messages import Decision, Member, Message
 
 NONCE = "0" * 32
 TIMEOUT = 0.5
@@ -28,7 +28,7 @@ class Line:
     """A connection. Each side has a queue of what the other side has sent; None: it has closed the connection."""
 
     def __init__(self, caller: Process, rank: int, called: Process) -> None:
-        self.sides = {caller: deque([{"kind": "challenge", "nonce": NONCE}]), called: deque()}
+        self.sides = {caller: deque([messages.Challenge(NONCE)]), called: deque()}
         self.keys = {caller: rank, called: self}
         self.is_kept = False
         caller.lines[rank] = self
@@ -65,7 +65,7 @@ class World:
         for process in self.processes:
             process.me.begin(members)
         self.found: dict[int, set[Decision]] = {}
-        self.said: list[dict[str, Any]] = []
+        self.said: list[Message] = []
 
     def join(self, rank: int) -> Process:
         """A process that waits at a rank."""
@@ -101,7 +101,8 @@ class World:
             do, channel, message = agreement.actions.pop(0)
             line = process.lines.get(channel) if do != "inform" else None
             if message is not None:
-                message = messages.parse(messages.encode(message | ({"to": NONCE} if do == "inform" else {})))
+                sent = messages.Decided(NONCE, message.decided) if do == "inform" else message
+                message = messages.parse(sent.packed())
                 self.said.append(message)
             if do == "call":
                 called = self.by(process.me.members[channel])
@@ -111,7 +112,7 @@ class World:
                     Line(process, channel, called)
             elif do == "inform":
                 for member in channel:
-                    self.by(member).left_out.append(message["decided"])
+                    self.by(member).left_out.append(message.decided)
                 agreement.informed([])
             elif do == "keep":
                 assert line is not None
@@ -176,7 +177,7 @@ class World:
 
     def passed(self, process: Process) -> None:
         while process.agreement is not None and process.agreement.gathers and process.left_out:
-            process.agreement.heard(object(), {"kind": "decided", "decided": process.left_out.pop(0)}, self.now)
+            process.agreement.heard(object(), messages.Decided("", process.left_out.pop(0)), self.now)
             self.act(process)
         if process.agreement is not None:
             try:
@@ -356,9 +357,9 @@ def test_messages_of_an_agreement_without_losses(size):
     world.begin(*range(size))
     world.run()
     assert world.check() == list(range(size))
-    found = Counter(said["kind"] for said in world.said)
-    assert not found["prepare"]
-    assert [found[kind] for kind in ("join", "accept", "accepted")] == [size - 1] * 3
+    found = Counter(map(type, world.said))
+    assert not found[messages.Prepare]
+    assert [found[kind] for kind in (messages.Join, messages.Accept, messages.Accepted)] == [size - 1] * 3
 
 
 def test_ranks_that_have_promised_different_ballots_promise_once_more():
@@ -367,7 +368,7 @@ def test_ranks_that_have_promised_different_ballots_promise_once_more():
     world.begin(*range(3))
     world.run()
     assert world.check() == [0, 1, 2]
-    ballots = [said["ballot"] for said in world.said if said["kind"] in ("prepare", "accept")]
+    ballots = [said.ballot for said in world.said if isinstance(said, messages.Prepare | messages.Accept)]
     assert ballots == [(5, 0)] * 4
 
 
@@ -376,18 +377,18 @@ def test_a_rank_that_joins_after_the_time_has_nothing_to_wait_for():
         Agreement(process.me, Own(process.me.member(b""), process.number, []), TIMEOUT, 0.0)
         for process in World(2, Choices()).processes
     )
-    second.heard(0, {"kind": "challenge", "nonce": NONCE}, 0.0)
+    second.heard(0, messages.Challenge(NONCE), 0.0)
     first.heard("a caller", second.actions[-1].message, 3 * TIMEOUT)
-    assert first.actions[-1].message == {"kind": "wait", "seconds": 0.0}
+    assert first.actions[-1].message == messages.Wait(0.0)
 
 
 def test_an_old_ballot_is_refused():
     world = World(2, Choices())
     agreement = Agreement(world.processes[1].me, Own(world.processes[1].me.member(b""), 0, []), TIMEOUT, 0.0)
-    agreement.heard(0, {"kind": "challenge", "nonce": NONCE}, 0.0)
-    agreement.heard(0, {"kind": "prepare", "ballot": (5, 0)}, 0.0)
+    agreement.heard(0, messages.Challenge(NONCE), 0.0)
+    agreement.heard(0, messages.Prepare((5, 0)), 0.0)
     value = Decision(1, world.processes[0].me.members, 0)
-    agreement.heard(0, {"kind": "accept", "ballot": (4, 0), "value": value}, 0.0)
+    agreement.heard(0, messages.Accept((4, 0), value), 0.0)
     assert [action.do for action in agreement.actions] == ["call", "send", "send", "close"]
     assert world.processes[1].me.promised == (5, 0) and world.processes[1].me.accepted is None
 
@@ -454,14 +455,17 @@ def inject(world: World, chosen: Random) -> None:
     """
     process = chosen.choice(world.under_way())
     stranger = Member.make(chosen.randbytes(16).hex(), "127.0.0.1", 9, "0" * 64, b"none")
-    forged = {"kind": "decided", "to": process.me.id, "decided": Decision(1, (stranger,), 0)}
-    hello = {"nonce": NONCE, "to": process.me.id, "member": stranger, "calls": 0, "newcomers": (), "accepted": None}
+    forged = messages.Decided(process.me.id, Decision(1, (stranger,), 0))
     said = chosen.choice(
         [
             *world.said,
             forged,
-            unexpected := {"kind": "promised"},
-            *({"kind": k, "epoch": e, "promised": (9, 9), **hello} for k in ("join", "probe") for e in (0, 9)),
+            unexpected := messages.Promised(),
+            *(
+                kind(NONCE, process.me.id, e, stranger, 0, (), (9, 9), None)
+                for kind in (messages.Join, messages.Probe)
+                for e in (0, 9)
+            ),
         ]
     )
     agreement = process.agreement
@@ -469,9 +473,9 @@ def inject(world: World, chosen: Random) -> None:
     if chosen.random() < 0.5 and process.lines:
         line = chosen.choice(list(process.lines.values()))
         is_first = line.keys[process] is line and not line.is_kept
-        if not is_first and said["kind"] != "decided":  # a rank never tells another group
+        if not is_first and not isinstance(said, messages.Decided):  # a rank never tells another group
             line.sides[process].append(said)
-    elif agreement.gathers and (said in (forged, unexpected) or said.get("member") == stranger):
+    elif agreement.gathers and (said in (forged, unexpected) or getattr(said, "member", None) == stranger):
         agreement.heard(object(), said, world.now)
         world.act(process)
 

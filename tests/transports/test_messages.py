@@ -8,7 +8,7 @@ import socket
 from contextlib import closing, suppress
 
 import pytest
-from strangers import UNKNOWN, hello, member, mutated, real
+from strangers import UNKNOWN, member, mutated, real
 
 from qccl.transports import channel, messages
 from qccl.transports.messages import Decision, Member
@@ -17,24 +17,24 @@ from qccl.transports.strangers import NotARank
 VALUES = [None, True, -1, 2**70, 0.5, "", "x", "\x1b[2J", [], [[]], {}, {"kind": "join"}, float("nan"), UNKNOWN]
 
 
-def genuine(chosen: random.Random) -> list[dict[str, object]]:
+def genuine(chosen: random.Random) -> list[messages.Message]:
     """A message of each kind that has fields."""
     some = member(chosen)
     decision = Decision(3, (some,), 5, (member(chosen),))
+    hello = messages.Join(UNKNOWN, UNKNOWN, 0, member(chosen), 0, (some,), (0, 0), ((1, 2), decision))
     return [
-        {"kind": "challenge", "nonce": UNKNOWN},
-        {"kind": "knock", "nonce": UNKNOWN, "member": some},
-        hello(chosen, newcomers=[some], accepted=[[1, 2], decision]),
-        {"kind": "wait", "seconds": 3.5},
-        {"kind": "accept", "ballot": [3, 1], "value": decision},
-        {"kind": "decided", "to": UNKNOWN, "decided": decision},
+        messages.Challenge(UNKNOWN),
+        messages.Knock(UNKNOWN, some),
+        hello,
+        messages.Wait(3.5),
+        messages.Accept((3, 1), decision),
+        messages.Decided(UNKNOWN, decision),
     ]
 
 
 def test_genuine_messages_are_read():
     for each in genuine(random.Random(0)):
-        found = messages.parse(messages.encode(each))
-        assert json.loads(json.dumps(found)) == json.loads(json.dumps(each))
+        assert messages.parse(each.packed()) == each
 
 
 def changed(found: object, chosen: random.Random) -> object:
@@ -57,15 +57,14 @@ def test_changed_messages_are_refused_or_are_messages():
     chosen = random.Random(0)
     refused = 0
     for _ in range(3000):
-        before = json.loads(json.dumps(chosen.choice(genuine(chosen))))
+        before = json.loads(chosen.choice(genuine(chosen)).packed())
         try:
             found = messages.parse(json.dumps(changed(before, chosen)).encode())
         except NotARank:
             refused += 1
         else:
-            assert found["kind"] in messages._FIELDS
-            for each in [found.get("member"), *found.get("newcomers", ())]:
-                assert each is None or each.seal == Member.make(*each[:4], bytes.fromhex(each.worker)).seal
+            for each in [getattr(found, "member", None), *getattr(found, "newcomers", ())]:
+                assert each is None or each == Member.make(each.id, *each.place, each.machine, each.worker)
     assert refused > 1000
 
 
@@ -74,31 +73,31 @@ def test_damaged_frames_end_the_connection():
     for seed in range(300):
         chosen = random.Random(seed)
         ours, theirs = socket.socketpair()
-        with ours, theirs, closing(channel.Channel(ours)) as heard:
+        with ours, theirs, closing(channel.Channel(ours, messages.parse)) as heard:
             theirs.sendall(mutated(real(chosen), chosen))
             theirs.close()
             with suppress(NotARank):
                 heard.hear()
                 assert heard.has_ended
             assert heard.has_ended
-            assert all(each["kind"] in messages._FIELDS for each in heard.inbox)
+            assert all(isinstance(each, messages.Message) for each in heard.inbox)
 
 
 @pytest.mark.parametrize(
     "found",
     [
-        [UNKNOWN, "127.0.0.1", 1, 2 * UNKNOWN, "zz", UNKNOWN],
-        [UNKNOWN, "127.0.0.1", 1, 2 * UNKNOWN, "00" * 10_000, UNKNOWN],
-        [UNKNOWN, "127.0.0.1", 1, 2 * UNKNOWN, "00", UNKNOWN],  # another seal
-        [UNKNOWN, "127.0.0.1", 1, "x", "00", UNKNOWN],
-        [UNKNOWN, "a b\x1b", 1, 2 * UNKNOWN, "00", UNKNOWN],
-        [UNKNOWN, "127.0.0.1", True, 2 * UNKNOWN, "00", UNKNOWN],
-        [UNKNOWN, "127.0.0.1", 65536, 2 * UNKNOWN, "00", UNKNOWN],
-        [UNKNOWN, "127.0.0.1", 1, 2 * UNKNOWN, "00"],
+        [UNKNOWN, "127.0.0.1", 1, 2 * UNKNOWN, "z", UNKNOWN],
+        [UNKNOWN, "127.0.0.1", 1, 2 * UNKNOWN, "AAAA" * 3000, UNKNOWN],
+        [UNKNOWN, "127.0.0.1", 1, 2 * UNKNOWN, "AAAA", UNKNOWN],  # another seal
+        [UNKNOWN, "127.0.0.1", 1, "x", "AAAA", UNKNOWN],
+        [UNKNOWN, "a b\x1b", 1, 2 * UNKNOWN, "AAAA", UNKNOWN],
+        [UNKNOWN, "127.0.0.1", True, 2 * UNKNOWN, "AAAA", UNKNOWN],
+        [UNKNOWN, "127.0.0.1", 65536, 2 * UNKNOWN, "AAAA", UNKNOWN],
+        [UNKNOWN, "127.0.0.1", 1, 2 * UNKNOWN, "AAAA"],
         [],
         {},
     ],
 )
 def test_a_process_that_is_none(found):
     with pytest.raises(NotARank):
-        Member.of(found)
+        messages.parse_member(json.dumps(found).encode())

@@ -16,9 +16,12 @@ from patience import Limit, factor
 from strangers import stream
 
 from qccl import ArgumentError, CollectiveTimeout, EngineError, MismatchError
-from qccl.transports import callers, meeting_host, meeting_messages, rendezvous, timed
-from qccl.transports.meeting_messages import HELLO_NBYTES, Hello, Kind, message, receive_message
+from qccl.deadline import Deadline
+from qccl.transports import callers, channel, meeting_host
+from qccl.transports.channel import Channel, frame
+from qccl.transports.meeting_messages import Hello, Kind, Message, parse, seal
 from qccl.transports.rendezvous import PORT_OFFSET, meeting_place
+from qccl.transports.strangers import NotARank
 
 pytestmark = pytest.mark.usefixtures("one_meeting_for_all")
 
@@ -56,7 +59,7 @@ def test_rank_0_waits_as_long_as_the_program_wants(port):
         assert share(None, 1, 2, ("127.0.0.1", port), 60.0) == first.result(60) == MESSAGE
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        timed.send(ours, b"a", time.monotonic() + 1e9)
+        Channel(ours, parse).send(Message(Kind.NOTE), 1e9)
         assert 1000 * ours.gettimeout() < 2**31
 
 
@@ -137,11 +140,10 @@ def test_a_rank_that_does_not_come(port):
 @pytest.mark.parametrize("pause", [1000.0, 1.0], ids=["silent", "slow"])
 def test_a_stranger_that_stays_does_not_hold_rank_0_beyond_its_deadline(pause, port, monkeypatch):
     """A hello at a byte each second takes longer than the test waits."""
-    assert HELLO_NBYTES > 30
     monkeypatch.setattr(callers, "HELLO_SECONDS", 1000.0)
     over, place = threading.Event(), ("127.0.0.1", port)
     with ThreadPoolExecutor(2) as pool:
-        pool.submit(stream, place, b"q" * HELLO_NBYTES, over, pause=pause)
+        pool.submit(stream, place, b"q" * 60, over, pause=pause)
         try:
             with pytest.raises(CollectiveTimeout, match=r"ranks \[1\]"):
                 pool.submit(share, MESSAGE, 0, 2, place, 0.5).result(timeout=30)
@@ -152,15 +154,15 @@ def test_a_stranger_that_stays_does_not_hold_rank_0_beyond_its_deadline(pause, p
 @pytest.mark.parametrize("interval", [None, 1.0], ids=["silent", "slow"])
 def test_a_server_that_never_ends_its_answer_holds_nobody_beyond_the_deadline(interval, end_deadlines, monkeypatch):
     """The rank has a minute to call it, and then half a second."""
-    over, receive_message = threading.Event(), rendezvous.receive_message
+    over, receive = threading.Event(), Channel.receive
 
-    def soon(connection, place, size, deadline, kinds):
+    def soon(channel, deadline):
         try:
-            return receive_message(connection, place, size, time.monotonic() + 0.5, kinds)
+            return receive(channel, Deadline(0.5))
         finally:
             end_deadlines()
 
-    monkeypatch.setattr(rendezvous, "receive_message", soon)
+    monkeypatch.setattr(Channel, "receive", soon)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
 
@@ -195,9 +197,9 @@ def test_who_does_not_take_the_answer_holds_rank_0_no_longer_than_the_deadline(p
 
 def test_a_later_meeting_waits_its_turn():
     """A quick rank that is at the next meeting already does not take part in this one."""
-    said = Hello.unpack(hello(1, meeting=2)[:HELLO_NBYTES])
-    assert said.refusal(3, 1, b"") == (Kind.LATER, "rank 0 is not there yet")
-    assert said.refusal(3, 2, b"") is None
+    said = Hello(1, 3, 2, b"stranger", b"")
+    assert said.refusal(3, 1) == Message(Kind.LATER)
+    assert said.refusal(3, 2) is None
 
 
 def test_something_else_listens_there():
@@ -206,16 +208,16 @@ def test_something_else_listens_there():
         share(MESSAGE, 0, 2, ("127.0.0.1", server.getsockname()[1]), 5.0)
 
 
-@pytest.mark.parametrize("damaged", [20, meeting_messages._HEAD.size + 40])
-def test_a_damaged_message(damaged, port):
-    """In its verdict or its content."""
-    reply = bytearray(message(Kind.REFUSED, MESSAGE))
+@pytest.mark.parametrize("damaged", [15, channel._HEAD.size, channel._HEAD.size + 40])
+def test_a_damaged_message(damaged):
+    """In its checksum, its kind or its content."""
+    reply = bytearray(frame(Message(Kind.REFUSED, MESSAGE), seal("")))
     reply[damaged] ^= 1
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(reply)
-        with pytest.raises(EngineError, match="damaged"):
-            receive_message(ours, ("there", 1), 3, time.monotonic() + 5, (Kind.REFUSED,))
+        with pytest.raises(NotARank, match="damaged"):
+            Channel(ours, parse, seal("")).receive(Deadline(5.0))
 
 
 def test_notes_of_any_length(port):
@@ -230,14 +232,14 @@ def test_notes_of_any_length(port):
 def test_a_rank_that_is_slow_to_acknowledge_has_its_answer(port, monkeypatch):
     """It was paused longer than a caller's patience; rank 0 waits for it until its deadline."""
     monkeypatch.setattr(meeting_host, "_PATIENCE_SECONDS", 0.1)
-    receive_message = rendezvous.receive_message
+    receive = Channel.receive
 
     def paused(*arguments):
-        found = receive_message(*arguments)
+        found = receive(*arguments)
         time.sleep(0.5)
         return found
 
-    monkeypatch.setattr(rendezvous, "receive_message", paused)
+    monkeypatch.setattr(Channel, "receive", paused)
     assert ranks(2, port) == [MESSAGE] * 2
 
 
@@ -319,14 +321,14 @@ def test_a_rank_that_is_cut_off_calls_again(port):
 def test_ranks_that_come_one_after_the_other_and_prove_slowly_meet(port, monkeypatch):
     """At each instant, one of them is being asked for a proof, or has given it too long ago."""
     monkeypatch.setattr(meeting_host, "_FRESH_SECONDS", 0.2)
-    receive_message = rendezvous.receive_message
+    receive = Channel.receive
 
     def slowly(*arguments):
-        found = receive_message(*arguments)
-        time.sleep(0.15 * (found is not None and found[0] is Kind.PROVE))
+        found = receive(*arguments)
+        time.sleep(0.15 * (found.kind is Kind.PROVE))
         return found
 
-    monkeypatch.setattr(rendezvous, "receive_message", slowly)
+    monkeypatch.setattr(Channel, "receive", slowly)
     with ThreadPoolExecutor(8) as pool:
         found = []
         for rank in range(8):
@@ -339,16 +341,16 @@ def test_who_did_not_prove_that_it_is_still_there_is_named(port, monkeypatch):
     """All have come, and one of them is stopped then."""
     monkeypatch.setattr(meeting_host, "_FRESH_SECONDS", 0.0)
     monkeypatch.setattr(meeting_host, "_PROOF_SECONDS", 30.0)
-    receive_message, proofs = rendezvous.receive_message, []
+    receive, proofs = Channel.receive, []
 
     def stopped(*arguments):
-        found = receive_message(*arguments)
-        if found and found[0] is Kind.PROVE:
+        found = receive(*arguments)
+        if found.kind is Kind.PROVE:
             proofs.append(found)
         time.sleep(2.0 * (len(proofs) > 1))
         return found
 
-    monkeypatch.setattr(rendezvous, "receive_message", stopped)
+    monkeypatch.setattr(Channel, "receive", stopped)
     first, other = ranks(2, port, timeout=1.0)
     assert isinstance(first, CollectiveTimeout) and "ranks [1] did not come" in str(first)
     assert isinstance(other, CollectiveTimeout)

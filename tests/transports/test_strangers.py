@@ -21,7 +21,10 @@ from strangers import PAYLOADS, UNKNOWN, connected, has_ended, message, mutated,
 from strangers import hello as hello_of_a_group
 from tls_streams import client_hello
 
+from qccl.deadline import Deadline
 from qccl.transports import callers, channel
+from qccl.transports.channel import frame
+from qccl.transports.meeting_messages import Kind, Message, seal
 from qccl.transports.regroup import MembershipSocket
 from qccl.transports.secret import derive
 
@@ -81,7 +84,7 @@ class Joining:
         """They take in this process alone."""
         group = self._group
         with closing(MembershipSocket("127.0.0.1")) as new:
-            found = group.run(group.grow(0), group.work(1), lambda: new.knock(self.places[0], b"new", 30.0))
+            found = group.run(group.grow(0), group.work(1), lambda: new.knock(self.places[0], b"new", Deadline(30.0)))
             assert [each.id for each in one_group(found).members] == [rank.id for rank in (*group.ranks, new)]
             assert found == found[:1] * 3
 
@@ -96,7 +99,7 @@ def hello(rank: int, **how: Any) -> bytes:
 #: what strangers send, beside PAYLOADS, to ranks that meet without a token, and to all that have a secret
 TO_RANK_0: dict[str, Callable[[random.Random], bytes]] = {
     "a rank that says no more": lambda _: hello(1),
-    "a rank with a wrong proof": lambda _: hello(1) + bytes(32),
+    "a rank with a wrong proof": lambda _: hello(1) + frame(Message(Kind.PROOF, bytes(24)), seal(Meeting.JOB)),
     "half a hello": lambda _: hello(1)[:50],
     "half a note": lambda _: hello(1, note=b"a" * 100)[:-1],
     "a long note": lambda _: hello(1, note=b"a" * 100_000),
@@ -105,7 +108,7 @@ TO_RANK_0: dict[str, Callable[[random.Random], bytes]] = {
     "no rank": lambda _: hello(77),
     "another job": lambda _: hello(1, job="another"),
     "another size": lambda _: hello(1, size=5),
-    "acknowledgement": lambda _: hello(1) + b"\x06",
+    "acknowledgement": lambda _: hello(1) + frame(Message(Kind.TAKEN), seal(Meeting.JOB)),
 }
 TLS: dict[str, Callable[[random.Random], bytes]] = {
     "TLS, another key": lambda _: client_hello(OTHER),
@@ -228,7 +231,7 @@ def flood(place: Place, count: int, *payloads: bytes, stays: int = 100) -> None:
 def test_ten_thousand_connections(scene):
     """Silent ones, random bytes, other protocols, and handshakes with another key."""
     payloads = [b"", random.Random(0).randbytes(300), client_hello(OTHER), client_hello(KEY), b"\x16"]
-    payloads += [b"GET / HTTP/1.1\r\n\r\n", message(kind="watch"), message(kind="knock", nonce=UNKNOWN)]
+    payloads += [b"GET / HTTP/1.1\r\n\r\n", message(kind="look"), message(kind="knock", nonce=UNKNOWN)]
     count = 10_000 // len(scene.places)
     threads = [threading.Thread(target=flood, args=(place, count, *payloads)) for place in scene.places]
     for thread in threads:

@@ -15,6 +15,7 @@ import patience
 import pytest
 
 from qccl.transports import callers, strangers
+from qccl.transports.messages import Member
 from qccl.transports.regroup import MembershipSocket
 from qccl.transports.sockets import is_abandoned
 from qccl.transports.watch import Watch
@@ -156,7 +157,7 @@ def test_machines_that_do_not_answer_cost_one_look_a_moment(monkeypatch):
             caller.connect_ex(place)
         time.sleep(0.05)
         clock = Clock()
-        monkeypatch.setattr("qccl.transports.watch.time", clock)
+        monkeypatch.setattr("qccl.deadline.time", clock)
         monkeypatch.setattr("qccl.transports.watch.select", clock)
         watch = Watch([place] * 63)
         for look in range(1, 4):
@@ -234,7 +235,7 @@ def test_a_look_at_other_addresses_keeps_no_connection(monkeypatch, caplog):
         watch = Watch(places, "here")
         assert watch.reach() == {0} and not watch._connections and watch.unseen == [2]
         assert Watch(places, rank._host).reach() == set()
-        rank.begin([rank.member(b""), rank.member(b"")._replace(id="0" * 32, host="localhost")])
+        rank.begin([rank.member(b""), Member.make("0" * 32, "localhost", rank._port, "0" * 64, b"")])
         rank.look_at_names(Watch([(member.host, member.port) for member in rank.members], "127.0.0.1"))
         assert rank._reached == {"0" * 32}
         for _ in range(3):

@@ -6,7 +6,7 @@ import socket
 from contextlib import suppress
 
 from qccl import _host
-from qccl.transports import membership_callers, tls
+from qccl.transports import callers, tls
 from qccl.transports.secure_socket import SecureSocket
 
 __all__ = ["SECRET", "client_hello", "shake_hands", "stream"]
@@ -26,7 +26,7 @@ def client_hello(key: bytes) -> bytes:
         assert not client.handshake()
         found = theirs.recv(1 << 16)
         client.close()
-    assert found[:1] == membership_callers._HANDSHAKE
+    assert found[:1] == callers.HANDSHAKE
     return found
 
 
