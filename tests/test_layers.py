@@ -90,8 +90,8 @@ torch: _host arguments codecs collectives communicator costs cuda dtypes dynamo 
     schedule state trace transports work
 qccl: codecs communicator cuda decentralized diloco errors launch plan pointers ranks removed saved
     work
-bench: qccl _host analysis chunks codecs collectives communicator costs cuda dtypes errors files launch launchers
-    machine_name meetings metrics plan records removed scalars schedule statistics trace transports
+bench: qccl _host analysis chunks codecs collectives communicator costs cuda deadline dtypes errors files launch
+    launchers machine_name meetings metrics plan records removed scalars schedule statistics trace transports
 """)
 
 #: other packages that files (or all files of a folder) may import

@@ -17,6 +17,8 @@ from typing import TextIO
 
 import click
 
+from qccl.deadline import Deadline
+
 __all__ = ["exit_status", "run_processes", "stoppable"]
 
 _MARK = "QCCL_BENCH_RUN"
@@ -69,12 +71,12 @@ def _started(command: Sequence[str], variables: Mapping[str, str], stdout: TextI
 def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait until all have ended, or a while after one has failed; its exit status, as a shell shows it."""
     poller, running = select.poll(), {os.pidfd_open(each.pid): rank for rank, each in enumerate(processes)}
-    status, end = 0, float("inf")
+    status, grace = 0, Deadline(_GRACE_SECONDS, counts=False)
     try:
         for ended in running:
             poller.register(ended, select.POLLIN)
-        while running and (left := end - time.monotonic()) > 0:
-            for ended, _ in poller.poll(1e3 * left if status else None):
+        while running and not grace.is_over:
+            for ended, _ in poller.poll(1e3 * grace.remaining() if status else None):
                 rank = running.pop(ended)
                 poller.unregister(ended)
                 os.close(ended)
@@ -82,7 +84,8 @@ def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
                 if code < 0:  # nothing else reports it
                     print(f"qccl-bench: {signal.Signals(-code).name} ended rank {rank}", file=sys.stderr)
                 if code and not status:
-                    status, end = code if code > 0 else 128 - code, time.monotonic() + _GRACE_SECONDS
+                    status = code if code > 0 else 128 - code
+                    grace.start()
     finally:
         for ended in running:
             os.close(ended)
@@ -94,20 +97,19 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], mark: str) -> None:
     left = [process for process in processes if process.poll() is None]
     for process in left:
         process.terminate()
-    deadline = time.monotonic() + _GRACE_SECONDS
+    grace, killed = Deadline(_GRACE_SECONDS), Deadline(_KILLED_SECONDS, counts=False)
     for process in left:
         try:
-            process.wait(max(0.0, deadline - time.monotonic()))
+            process.wait(grace.remaining())
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # it leads a session, and so a group of what it started
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_KILLED_SECONDS)
-    deadline = 0.0
-    while (others := _marked(mark)) and (not deadline or time.monotonic() < deadline):
+    while (others := _marked(mark)) and not killed.is_over:
         for pid in others:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        deadline = deadline or time.monotonic() + _KILLED_SECONDS  # finding them may have taken longer than that
+        killed.start()  # finding them may have taken longer than that
         time.sleep(0.02)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qccl.deadline import Deadline
 from qccl.dtypes import FLOAT32
 
 __all__ = ["Computation", "Gradient", "estimated", "forwarded", "measured"]
@@ -128,7 +129,7 @@ def _fastest(model: Any, loss: Callable[[], Any], optimizer: Any, bucket_mb: flo
     wrapped.register_comm_hook(None, lambda _, bucket: note(bucket))
     needed = [p for p in model.parameters() if p.requires_grad]
     steps: list[Computation] = []
-    until = time.monotonic() + _PATIENCE_SECONDS
+    patience = Deadline(_PATIENCE_SECONDS)
     with forwarded(model, wrapped):
         for number in range(_WARM_STEPS + _MOST_STEPS):
             seen.clear()
@@ -148,7 +149,7 @@ def _fastest(model: Any, loss: Callable[[], Any], optimizer: Any, bucket_mb: flo
             found = ((tuple(p.shape), *ready.get(id(p), (backward, 0))) for p in needed)
             gradients = tuple(Gradient(shape, min(backward, at), bucket) for shape, at, bucket in found)
             steps.append(Computation(gradients, forward, backward, optimiser, is_measured=True))
-            if len(steps) >= _LEAST_STEPS and time.monotonic() > until:
+            if len(steps) >= _LEAST_STEPS and patience.is_over:
                 break
     fastest = min(steps, key=lambda step: step.seconds)
     return replace(fastest, spread=statistics.median(step.seconds for step in steps) / fastest.seconds)

@@ -53,8 +53,8 @@ class Caller(Channel):
 
     @property
     def is_plain(self) -> bool:
-        """It speaks without TLS, to a process that has a key for it."""
-        return bool(self._keys.tls) and not isinstance(self._connection, SecureSocket)
+        """It has begun to speak, without TLS, to a process that has a key for it."""
+        return bool(self._keys.tls) and self._fresh is None and not isinstance(self._connection, SecureSocket)
 
     def hear(self) -> None:
         """As of a Channel. First find out whether the caller begins with TLS."""

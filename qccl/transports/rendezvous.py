@@ -12,6 +12,7 @@ name.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -159,38 +160,36 @@ class Rendezvous:
         """A further gather, on rank 0."""
         notes = [note]
         for rank in range(1, self._size):
-            try:
+            with self._errors(f"rank {rank} did not come to the meeting again", f"rank {rank} has", deadline):
                 notes.append(self._receive(rank, Kind.NOTE, deadline))
-            except TimeoutError:
-                text = f"rank {rank} did not come to the meeting again within {deadline.seconds} s"
-                raise CollectiveTimeout(text) from None
-            except OSError as error:
-                raise self._left(f"rank {rank} has", error) from error
         answer = frame(join(notes), self._keys.seal)
         for rank, channel in self._channels.items():
-            try:
+            with self._errors(f"rank {rank} did not take the notes of the others", f"rank {rank} has", deadline):
                 channel.send_frame(answer, deadline.remaining())
-            except TimeoutError:
-                text = f"rank {rank} did not take the notes of the others in {deadline.seconds} s"
-                raise CollectiveTimeout(text) from None
-            except OSError as error:
-                raise self._left(f"rank {rank} has", error) from error
         return notes
 
     def _exchange(self, note: bytes, deadline: Deadline) -> list[bytes]:
         """A further gather, on the others."""
-        try:
+        late = f"rank 0 did not bring the notes of all ranks to {place_text(self._place)}"
+        with self._errors(late, "rank 0, or a rank that it waited for, has", deadline):
             self._channels[0].send(Message(Kind.NOTE, note), deadline.remaining())
             notes = part(self._receive(0, Kind.NOTES, deadline), self._size)
-        except TimeoutError:
-            raise CollectiveTimeout(
-                f"rank 0 did not bring the notes of all ranks to {place_text(self._place)} within {deadline.seconds} s"
-            ) from None
-        except OSError as error:
-            raise self._left("rank 0, or a rank that it waited for, has", error) from error
         if notes is None:
             raise _stranger(self._place, "notes of other ranks")
         return notes
+
+    @contextlib.contextmanager
+    def _errors(self, late: str, who: str, deadline: Deadline) -> Iterator[None]:
+        """Raise CollectiveTimeout, with what is ``late``, or PeerLost instead of a connection's errors."""
+        try:
+            yield
+        except TimeoutError:
+            raise CollectiveTimeout(f"{late} within {deadline.seconds} s") from None
+        except OSError as error:
+            raise PeerLost(
+                f"{who} left the meeting at {place_text(self._place)} before its end ({error}); that rank's own error "
+                f"says why"
+            ) from error
 
     def _receive(self, rank: int, kind: Kind, deadline: Deadline) -> bytes:
         """The content of a rank's next message. Raises OSError where there is none."""
@@ -200,12 +199,6 @@ class Rendezvous:
         if found.kind is not kind:
             raise NotARank("a message that no rank sends now")
         return bytes(found.content)
-
-    def _left(self, who: str, error: OSError) -> PeerLost:
-        return PeerLost(
-            f"{who} left the meeting at {place_text(self._place)} before its end ({error}); that rank's own error says "
-            f"why"
-        )
 
 
 def _listen(place: tuple[str, int], is_local: bool) -> socket.socket:

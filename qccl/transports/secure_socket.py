@@ -6,11 +6,12 @@ proved that it has the key, and the same holds the other way round.
 
 from __future__ import annotations
 
+import math
 import select
 import socket
-import time
 
 from qccl import _host
+from qccl.deadline import Deadline
 from qccl.transports import tls
 from qccl.transports.sockets import LONGEST_SECONDS
 from qccl.transports.strangers import NotARank
@@ -95,13 +96,13 @@ class SecureSocket:
             else:
                 sent += some
 
-    def _open(self, deadline: float | None) -> _host.TlsStream | None:
+    def _open(self, deadline: Deadline) -> _host.TlsStream | None:
         """The stream, which a server makes when the first bytes have come; None where the other side ends instead."""
         if self._stream is None:
             if self._plain is None:
                 raise OSError("this connection is closed")
             if self._is_server:
-                left = None if deadline is None else max(0.001, deadline - time.monotonic())
+                left = min(deadline.remaining(0.001), LONGEST_SECONDS)
                 self._plain.settimeout(left if self._timeout else self._timeout)
                 if not self._plain.recv(1, socket.MSG_PEEK):
                     return None
@@ -120,17 +121,16 @@ class SecureSocket:
                 raise
         return self.is_proved
 
-    def _deadline(self) -> float | None:
-        return None if self._timeout is None else time.monotonic() + self._timeout
+    def _deadline(self) -> Deadline:
+        return Deadline(math.inf if self._timeout is None else self._timeout)
 
-    def _wait(self, stream: _host.TlsStream, deadline: float | None) -> None:
+    def _wait(self, stream: _host.TlsStream, deadline: Deadline) -> None:
         """Until the stream may go on. Raises BlockingIOError where it may not wait, TimeoutError at the deadline."""
         if self._timeout == 0:
             raise BlockingIOError
-        left = LONGEST_SECONDS if deadline is None else deadline - time.monotonic()
         poll = select.poll()
         poll.register(stream, select.POLLIN | (select.POLLOUT if stream.wants_write else 0))
-        if left <= 0 or not poll.poll(1000 * min(left, LONGEST_SECONDS)):
+        if deadline.is_over or not poll.poll(1000 * min(deadline.remaining(), LONGEST_SECONDS)):
             raise TimeoutError("timed out")
 
 

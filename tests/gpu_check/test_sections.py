@@ -68,7 +68,7 @@ def test_queues_on_a_fake_gpu(world, monkeypatch):
     import queues
 
     clock, delay = Clock(), 0.1
-    monkeypatch.setattr("qccl.cuda.deadline.time", clock)
+    monkeypatch.setattr("qccl.deadline.time", clock)
     begun: dict[fake_cuda.Node, float] = {}
 
     def holds(node: fake_cuda.Node) -> bool:

@@ -46,6 +46,18 @@ def ranks(size, port, *, timeout=60.0, host="127.0.0.1"):
         return list(pool.map(run, range(size)))
 
 
+def after_each_message(monkeypatch, act):
+    """Ranks that have received a message in the first gather ``act`` before they go on."""
+    receive = Channel.receive
+
+    def received(*arguments):
+        found = receive(*arguments)
+        act(found)
+        return found
+
+    monkeypatch.setattr(Channel, "receive", received)
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_every_rank_gets_the_message(size, host, port):
@@ -232,14 +244,7 @@ def test_notes_of_any_length(port):
 def test_a_rank_that_is_slow_to_acknowledge_has_its_answer(port, monkeypatch):
     """It was paused longer than a caller's patience; rank 0 waits for it until its deadline."""
     monkeypatch.setattr(meeting_host, "_PATIENCE_SECONDS", 0.1)
-    receive = Channel.receive
-
-    def paused(*arguments):
-        found = receive(*arguments)
-        time.sleep(0.5)
-        return found
-
-    monkeypatch.setattr(Channel, "receive", paused)
+    after_each_message(monkeypatch, lambda found: time.sleep(0.5))
     assert ranks(2, port) == [MESSAGE] * 2
 
 
@@ -321,14 +326,7 @@ def test_a_rank_that_is_cut_off_calls_again(port):
 def test_ranks_that_come_one_after_the_other_and_prove_slowly_meet(port, monkeypatch):
     """At each instant, one of them is being asked for a proof, or has given it too long ago."""
     monkeypatch.setattr(meeting_host, "_FRESH_SECONDS", 0.2)
-    receive = Channel.receive
-
-    def slowly(*arguments):
-        found = receive(*arguments)
-        time.sleep(0.15 * (found.kind is Kind.PROVE))
-        return found
-
-    monkeypatch.setattr(Channel, "receive", slowly)
+    after_each_message(monkeypatch, lambda found: time.sleep(0.15 * (found.kind is Kind.PROVE)))
     with ThreadPoolExecutor(8) as pool:
         found = []
         for rank in range(8):
@@ -341,16 +339,10 @@ def test_who_did_not_prove_that_it_is_still_there_is_named(port, monkeypatch):
     """All have come, and one of them is stopped then."""
     monkeypatch.setattr(meeting_host, "_FRESH_SECONDS", 0.0)
     monkeypatch.setattr(meeting_host, "_PROOF_SECONDS", 30.0)
-    receive, proofs = Channel.receive, []
-
-    def stopped(*arguments):
-        found = receive(*arguments)
-        if found.kind is Kind.PROVE:
-            proofs.append(found)
-        time.sleep(2.0 * (len(proofs) > 1))
-        return found
-
-    monkeypatch.setattr(Channel, "receive", stopped)
+    kinds = []
+    after_each_message(
+        monkeypatch, lambda found: kinds.append(found.kind) or time.sleep(2.0 * (kinds.count(Kind.PROVE) > 1))
+    )
     first, other = ranks(2, port, timeout=1.0)
     assert isinstance(first, CollectiveTimeout) and "ranks [1] did not come" in str(first)
     assert isinstance(other, CollectiveTimeout)
