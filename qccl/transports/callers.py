@@ -153,11 +153,11 @@ class Callers(ABC, Generic[_C]):
         """Close a connection; the log has the ``cause`` if the caller is unknown. Idempotent."""
         if caller in self._unknown and cause:
             report(cause)
-        if self._remove(caller):
+        if self.take(caller):
             caller.close()
 
-    def _remove(self, caller: _C) -> bool:
-        """From now on the connection is not of this object; whether it was."""
+    def take(self, caller: _C) -> bool:
+        """From now on it is the caller of this method that reads and closes this connection; whether it was here."""
         if caller not in self:
             return False
         self._unknown.pop(caller, None)

@@ -201,7 +201,7 @@ class MeetingHost(Callers[_Caller]):
                 self._admit(caller)
             case Kind.TAKEN if caller.is_rank and caller.has_answer:
                 self.met[caller.hello.rank] = caller
-                self._remove(caller)
+                self.take(caller)
             case _:
                 raise NotARank("a message that no rank sends now")
 

@@ -62,10 +62,6 @@ class MembershipCallers(Callers[MembershipCaller]):
         """The processes that wait to join, with their messages."""
         return [(each, each.inbox[0]) for each in self if each.is_knock]
 
-    def take(self, caller: MembershipCaller) -> None:
-        """From now on it is the caller of this method that reads and closes this connection."""
-        self._remove(caller)
-
     def dismiss(
         self, caller: MembershipCaller, message: Message | None = None, seconds: float = ANSWER_SECONDS
     ) -> None:

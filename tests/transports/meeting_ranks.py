@@ -14,6 +14,7 @@ from qccl.transports.meeting_messages import Hello, Kind, Message, parse, seal
 from qccl.transports.rendezvous import Rendezvous
 
 Place = tuple[str, int]
+JOB = "the job"
 
 
 def gather(
@@ -43,14 +44,12 @@ def reach(port: int) -> socket.socket:
     return patience.wait_until(connected, what=f"a rank listens at {port}")
 
 
-def hello(
-    rank: int, size: int = 3, note: bytes = b"stranger", job: str = "", process: bytes = b"stranger", meeting: int = 1
-) -> bytes:
+def hello(rank: int, size: int = 3, note: bytes = b"stranger", job: str = JOB) -> bytes:
     """The first message of a rank, with its note."""
-    return frame(Hello(rank, size, meeting, process, note).message(), seal(job))
+    return frame(Hello(rank, size, 1, b"stranger", note).message(), seal(job))
 
 
-def challenge(connection: socket.socket, job: str = "") -> bytes:
+def challenge(connection: socket.socket, job: str = JOB) -> bytes:
     """Rank 0's demand for a proof: its content."""
     found = Channel(connection, parse, seal(job)).receive(Deadline(60.0))
     connection.settimeout(60)
@@ -58,16 +57,14 @@ def challenge(connection: socket.socket, job: str = "") -> bytes:
     return bytes(found.content)
 
 
-def prove(connection: socket.socket, job: str = "", guess: str | None = None) -> None:
-    """Answer rank 0's demand for a proof; ``guess``: with another job's name."""
-    answer = Message(Kind.PROOF, challenge(connection, job))
-    connection.sendall(frame(answer, seal(job if guess is None else guess)))
+def prove(connection: socket.socket, job: str = JOB) -> None:
+    """Answer rank 0's demand for a proof, as one that knows this job's name."""
+    connection.sendall(frame(Message(Kind.PROOF, challenge(connection)), seal(job)))
 
 
 class Meeting:
     """Three ranks that meet at a port of this machine. Rank 0 waits from the begin on."""
 
-    JOB = "the job"
     NOTES = (b"the note of rank 0", b"the note of rank 1", b"the note of rank 2")
 
     def __init__(self, port: int, key: bytes | None = None) -> None:
@@ -85,7 +82,7 @@ class Meeting:
     def start(self, rank: int, *key: bytes | None, port: int = 0) -> Future[list[bytes]]:
         """A rank, with another key if one is given; None is none."""
         found, place = [*key, self.key][0], ("127.0.0.1", port or self.port)
-        return self._pool.submit(gather, self.NOTES[rank], rank, 3, place, 60.0, self.JOB, key=found)
+        return self._pool.submit(gather, self.NOTES[rank], rank, 3, place, 60.0, JOB, key=found)
 
     def go_on(self, *others: int, port: int = 0) -> None:
         """The others come, ranks 1 and 2 in this order if none are named, and all meet; again if they have met."""

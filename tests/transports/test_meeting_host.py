@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-import meeting_ranks
 import pytest
-from meeting_ranks import Meeting, challenge, gather, prove
+from meeting_ranks import JOB, Meeting, challenge, gather, hello, prove
 from strangers import connected
 from taps import Tap
 from tls_streams import shake_hands
@@ -28,12 +27,8 @@ from qccl.transports.secret import derive
 
 pytestmark = pytest.mark.usefixtures("one_meeting_for_all")
 
-JOB, NOTES = Meeting.JOB, [*Meeting.NOTES]
+NOTES = [*Meeting.NOTES]
 KEY, OTHER = derive(bytes(32), "meeting"), derive(b"other", "meeting")
-
-
-def hello(rank: int, **how: Any) -> bytes:
-    return meeting_ranks.hello(rank, **{"job": JOB} | how)
 
 
 # -- two processes that say to be the same rank ------------------------------------------------------------------------
@@ -45,7 +40,7 @@ def test_one_that_has_proved_itself_and_is_silent_does_not_keep_the_place(order,
     monkeypatch.setattr(meeting_host, "_PROOF_SECONDS", 1.0)
     monkeypatch.setattr(meeting_host, "_FRESH_SECONDS", 0.1)
     with Meeting(port) as met, connected(("127.0.0.1", port), hello(1)) as silent:
-        prove(silent, JOB)
+        prove(silent)
         time.sleep(0.2)
         met.go_on(*order)
 
@@ -54,7 +49,7 @@ def test_one_that_has_proved_itself_and_leaves_leaves_nothing(port, patient_host
     """Its note is not that of the rank."""
     with Meeting(port) as met:
         with connected(("127.0.0.1", port), hello(1)) as gone:
-            prove(gone, JOB)
+            prove(gone)
             gone.shutdown(socket.SHUT_WR)
             assert gone.recv(1) == b""  # rank 0 has noticed; a system under load may tell it late
         found = [met.first, met.start(2)]
@@ -67,9 +62,9 @@ def test_a_proof_is_of_no_use_to_another_caller(port, patient_host):
     """It is sent a second time, after the hello to which it belonged."""
     with Meeting(port) as met:
         with connected(("127.0.0.1", port), hello(1)) as gone:
-            proof = frame(Message(Kind.PROOF, challenge(gone, JOB)), seal(JOB))
+            proof = frame(Message(Kind.PROOF, challenge(gone)), seal(JOB))
         with connected(("127.0.0.1", port), hello(1)) as again:
-            challenge(again, JOB)
+            challenge(again)
             again.sendall(proof)
             with suppress(ConnectionError):
                 while again.recv(1000):
@@ -80,7 +75,7 @@ def test_a_proof_is_of_no_use_to_another_caller(port, patient_host):
 def test_one_that_does_not_know_the_job(port, patient_host):
     """It repeats the hello of a rank, as anyone who has read it, and does not know the name."""
     with Meeting(port) as met, connected(("127.0.0.1", port), hello(1)) as stranger:
-        prove(stranger, JOB, "a guess")
+        prove(stranger, "a guess")
         met.go_on()
 
 

@@ -102,7 +102,7 @@ def test_a_rank_waits_for_a_message_as_long_as_the_program_wants():
     with Channel(ours, parse) as channel, Channel(theirs, parse) as other, ThreadPoolExecutor(1) as pool:
         found = pool.submit(channel.receive, Deadline(1e9))
         time.sleep(0.1)
-        other.send(messages.Tell())
+        other.send(messages.Tell(), 1e9)
         assert found.result(60) == messages.Tell()
 
 
@@ -257,11 +257,7 @@ def _ends_at(monkeypatch, victim: MembershipSocket, kind: str, number: int) -> N
 @pytest.mark.parametrize(
     ("victim", "kind", "number"),
     [
-        *(
-            (0, kind, number)
-            for kind in (messages.Wait, messages.Prepare, messages.Accept, messages.Decided)
-            for number in (1, 2, 3)
-        ),
+        *((0, kind, number) for kind in ("Wait", "Prepare", "Accept", "Decided") for number in (1, 2, 3)),
         *((2, kind, 1) for kind in ("Join", "Promised", "Accepted")),
     ],
 )

@@ -65,14 +65,10 @@ def test_every_rank_gets_the_message(size, host, port):
 
 
 def test_rank_0_waits_as_long_as_the_program_wants(port):
-    """Neither epoll() nor a socket's timeout takes more than 2**31 ms."""
+    """epoll() takes no more than 2**31 ms."""
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(share, MESSAGE, 0, 2, ("127.0.0.1", port), 1e9)
         assert share(None, 1, 2, ("127.0.0.1", port), 60.0) == first.result(60) == MESSAGE
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        Channel(ours, parse).send(Message(Kind.NOTE), 1e9)
-        assert 1000 * ours.gettimeout() < 2**31
 
 
 CROWD = """
@@ -200,8 +196,8 @@ def test_who_does_not_take_the_answer_holds_rank_0_no_longer_than_the_deadline(p
     with ThreadPoolExecutor(1) as pool:
         server = pool.submit(share, MESSAGE, 0, 2, ("127.0.0.1", port), 60.0)
         with reach(port) as connection:
-            connection.sendall(hello(1, 2, b""))
-            challenge(connection)
+            connection.sendall(hello(1, 2, b"", ""))
+            challenge(connection, "")
             end_deadlines()
             with pytest.raises(CollectiveTimeout, match=r"ranks \[1\]"):
                 server.result(timeout=30)
@@ -316,7 +312,7 @@ def test_a_rank_that_is_cut_off_calls_again(port):
     with ThreadPoolExecutor(3) as pool:
         found = [pool.submit(share, MESSAGE, 0, 3, ("127.0.0.1", port), 60.0)]
         connection = reach(port)
-        connection.sendall(hello(1, note=b""))
+        connection.sendall(hello(1, note=b"", job=""))
         time.sleep(0.1)
         connection.close()
         found += [pool.submit(share, None, rank, 3, ("127.0.0.1", port), 60.0) for rank in (2, 1)]

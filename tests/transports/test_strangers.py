@@ -16,6 +16,7 @@ from typing import Any
 import meeting_ranks
 import patience
 import pytest
+from meeting_ranks import JOB, hello
 from membership_groups import Group, give_secret, one_group
 from strangers import PAYLOADS, UNKNOWN, connected, has_ended, message, mutated, strangers, stream
 from strangers import hello as hello_of_a_group
@@ -92,14 +93,10 @@ class Joining:
         self._group.__exit__()
 
 
-def hello(rank: int, **how: Any) -> bytes:
-    return meeting_ranks.hello(rank, **{"job": Meeting.JOB} | how)
-
-
 #: what strangers send, beside PAYLOADS, to ranks that meet without a token, and to all that have a secret
 TO_RANK_0: dict[str, Callable[[random.Random], bytes]] = {
     "a rank that says no more": lambda _: hello(1),
-    "a rank with a wrong proof": lambda _: hello(1) + frame(Message(Kind.PROOF, bytes(24)), seal(Meeting.JOB)),
+    "a rank with a wrong proof": lambda _: hello(1) + frame(Message(Kind.PROOF, bytes(24)), seal(JOB)),
     "half a hello": lambda _: hello(1)[:50],
     "half a note": lambda _: hello(1, note=b"a" * 100)[:-1],
     "a long note": lambda _: hello(1, note=b"a" * 100_000),
@@ -108,7 +105,7 @@ TO_RANK_0: dict[str, Callable[[random.Random], bytes]] = {
     "no rank": lambda _: hello(77),
     "another job": lambda _: hello(1, job="another"),
     "another size": lambda _: hello(1, size=5),
-    "acknowledgement": lambda _: hello(1) + frame(Message(Kind.TAKEN), seal(Meeting.JOB)),
+    "acknowledgement": lambda _: hello(1) + frame(Message(Kind.TAKEN), seal(JOB)),
 }
 TLS: dict[str, Callable[[random.Random], bytes]] = {
     "TLS, another key": lambda _: client_hello(OTHER),
