@@ -6,11 +6,9 @@ same profile. Sums of times are exact, by math.fsum: the result of sum() depends
 differ between ranks. It is the mean because ranks begin a call at different times: with two ranks, one waits longer by
 what the other waits less.
 
-All ways to make a call are timed at the same sizes: a small one, and larger ones by a fixed factor, as large as time
-permits. Then all sizes are timed again, until the time is over.
-
-A measurement also ends within half of the group's timeout. If that is too short for calls of two sizes, or if a rank
-has no memory for them, there are no times, on all ranks alike.
+All ways to make a call are timed at the same sizes, the smaller ones first, as far as time and memory permit; then all
+these sizes again. A measurement also ends within half of the group's timeout. If that is too short for calls of two
+sizes, or if a rank has no memory for them, there are no times, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -46,11 +44,11 @@ __all__ = ["candidates", "measure"]
 _LIMIT = 0.7
 #: a measurement takes no longer than this part of the timeout
 _OF_TIMEOUT = 0.5
-#: elements of the first calls, and the factor between sizes
-_LEAST, _STEP = 256, 16
+#: elements of the calls; every second size is enough where there is time for it
+_SIZES = tuple(1 << bits for bits in range(8, 23, 2))
 #: if the calls of a size take more seconds together, the network delays them: one time of each must do, and the second
-#: size is larger by this factor, because a delay says nothing about the rate
-_LONG, _LONG_STEP = 0.06, 256
+#: size comes so many sizes later, because a delay says nothing about the rate
+_LONG, _LATER = 0.06, 4
 #: seconds in which the calls of one size are repeated, how often at most, and the fewest repetitions that count
 _SLICE, _ROUNDS, _FEWEST = 0.04, 25, 3
 #: so many calls follow each other in a repetition, after one that is not timed, if those of a size take fewer seconds
@@ -60,9 +58,9 @@ _BURST, _SHORT = 4, 0.01
 _LOW = 4
 #: agreements before the first time
 _WARM = 2
-#: a size is timed again so often at most, and first times take this part of the time: those of short calls are too
-#: long, with cold caches
-_AGAIN, _FIRST = 3, 0.7
+#: how often all sizes are timed, and the part of the time for the first times: those of short calls are too long, with
+#: cold caches
+_VISITS, _FIRST = 4, 0.7
 #: begins the keys of the state that codecs keep meanwhile
 _KEY = "\0measured "
 #: elements of a call that counts as large
@@ -134,51 +132,62 @@ def _agreed(session: Session) -> Iterator[None]:
 
 
 class _Measurement:
-    """The times so far, and what is measured next."""
+    """The times so far.
+
+    The rig's memory begins with the numbers on which the ranks agree: this rank's, and those of all. The inputs of all
+    calls share one half of the rest, and their outputs the other one.
+    """
 
     def __init__(self, session: Session, rig: Rig, nodes: Sequence[int], calls: Mapping[Label, CollectiveSpec]) -> None:
-        self._session, self._rig, self._nodes, self._calls = session, rig, nodes, calls
+        self._session, self._rig, self._calls = session, rig, calls
         self._dtype = next(iter(calls.values())).dtype
         self._samples: dict[Label, dict[int, list[float]]] = {label: {} for label in calls}
-        self._density: dict[Label, float] = {}
+        self._density = {label: _density(call, nodes) for label, call in calls.items()}
         self._order = random.Random(0)  # random() is the same on all ranks, whatever their versions of Python
-        self._visits: dict[int, int] = {}  # by size: how often it was timed
         self._numbers = _ROUNDS * len(calls) + 1
         spec = spec_of_plan("all_gather", session.size * self._numbers, "float32", "none", None, {})
-        self._own, self._all = (self._array(name, FLOAT32, spec, 0) for name in ("input", "output"))
-        self._all = replace(self._all, address=self._own.address + _aligned(self._own.nbytes))
-        self._free = self._all.address + _aligned(self._all.nbytes) - rig.address  # the arrays of calls follow
-        self._filled = self._free
-        self._gather = self._call(spec, {"input": self._own, "output": self._all}, None)
+        self._all = _aligned(self._numbers * FLOAT32.itemsize)
+        self._gather = self._call(spec, {"input": 0, "output": self._all}, None)
+        free = self._all + _aligned(spec.count * FLOAT32.itemsize)
+        self._half = (rig.nbytes - free) // 2 // _ALIGNMENT * _ALIGNMENT
+        self._starts = {"input": free, "output": free + self._half}
+        values = np.random.default_rng(session.rank).standard_normal(_VALUES, np.float32)
+        self._values = from_float32(values, self._dtype).tobytes()
         self._begin, self._elapsed, self._limit = 0.0, 0.0, 0.0
 
     def run(self) -> dict[Label, Curve] | str:
-        """Measure until nothing is unknown, or the time is over."""
-        first = self._prepared(_LEAST)  # on CUDA kernels are compiled, which is not to be measured
+        """Measure until all sizes were timed often enough, or the time is over."""
+        size = self._session.size
+        all_sizes = [-(-count // size) * size for count in _SIZES]  # so that all ranks have equal parts
+        sizes = [count for count in sorted({*all_sizes}) if count == all_sizes[0] or self._fits(count)]
+        first = self._prepared(sizes[0])  # on CUDA kernels are compiled, which is not to be measured
         self._begin = time.monotonic()
         permitted = _OF_TIMEOUT * self._session.engine.timeout
         for _ in range(_WARM):  # makes the connections
             before = self._elapsed
-            least = functools.reduce(np.minimum, self._rows([permitted, float(self._largest())]))
-        permitted, self._most = float(least[0]), int(least[1])
+            least = functools.reduce(np.minimum, self._rows([permitted, float(len(sizes))]))
+        permitted, sizes = float(least[0]), sizes[: int(least[1])]
         trip = self._elapsed - before
         if refusal := self._refusal(3 * len(first) * trip, permitted):
             return refusal
         self._limit = min(_LIMIT, permitted)
-        self._time_calls(_LEAST, first)
-        together = math.fsum(samples[self._whole(_LEAST)][0] for samples in self._samples.values())
+        together = self._time_calls(sizes[0], first)
         if refusal := self._refusal(2 * together, permitted):
             return refusal
-        second = min(self._most, _LEAST * (_LONG_STEP if together > _LONG else _STEP))
-        if self._whole(second) == self._whole(_LEAST):
-            return f"there is memory for calls of {self._most} elements only"
-        self._prepared(second)[0]()  # TCP's window grows
-        self._time_calls(second)
-        try:
-            while (count := self._next()) is not None:
-                self._time_calls(count)
-        except _CannotCall:
-            pass  # a rank has no memory for the next call: what was measured must do
+        if len(sizes) == 1:
+            return f"there is memory for calls of {sizes[0]} elements only"
+        at = min(_LATER if together > _LONG else 2, len(sizes) - 1)
+        self._prepared(sizes[at])[0]()  # TCP's window grows
+        self._time_calls(sizes[at])
+        measured = [sizes[0], sizes[at]]
+        with contextlib.suppress(_CannotCall):  # a rank has no memory for the next call: what was measured must do
+            while larger := [count for count in sizes[at + 1 : at + 3] if self._has_time(count, 2, _FIRST)]:
+                self._time_calls(larger[-1])
+                measured.append(larger[-1])
+                at = sizes.index(larger[-1])
+            for count in measured * (_VISITS - 1):
+                if self._has_time(count):
+                    self._time_calls(count)
         return {label: self._curve(label) for label in self._calls}
 
     def _refusal(self, needed: float, permitted: float) -> str:
@@ -192,98 +201,70 @@ class _Measurement:
 
     # -- times ---------------------------------------------------------------------------------------------------------
 
-    def _time_calls(self, count: int, calls: Sequence[Callable[[], None]] | None = None) -> None:
-        """Time calls of about ``count`` elements, repeatedly and in changing order if they are short."""
-        count, seconds = self._whole(count), self._rig.seconds
-        calls = calls or self._prepared(count)
-        if self._visits and self._has_time(count, 2):
-            for call in calls:  # the timed one meets no fresh memory
-                call()
-        found = [[each] for each in self._agree([seconds(call, 1) for call in calls])]
+    def _time_calls(self, count: int, calls: Sequence[Callable[[], None]] = ()) -> float:
+        """Time calls of ``count`` elements, repeatedly and in changing order if they are short; the time of each once.
+
+        The very first calls are timed without one before them: behind a slow network there is no time for it.
+        """
+        is_first, calls = bool(calls), calls or self._prepared(count)
+        found = self._timed(calls, 1, 1, warms=not is_first and self._has_time(count, 2))
         together = math.fsum(each for [each] in found)
         if together <= _LONG:
             burst = _BURST if together <= _SHORT else 1
             left = max(0.0, min(_SLICE * burst, self._limit - self._elapsed))
-            rounds = max(_FEWEST, min(_ROUNDS, int(left / together / (1 + burst))))
-            found = self._repeated(calls, rounds, burst)
+            found = self._timed(calls, max(_FEWEST, min(_ROUNDS, int(left / together / (1 + burst)))), burst)
         for samples, each in zip(self._samples.values(), found, strict=True):
             samples.setdefault(count, []).extend(each)
-        self._visits[count] = self._visits.get(count, 0) + 1
+        return together
 
-    def _repeated(self, calls: Sequence[Callable[[], None]], rounds: int, burst: int) -> list[list[float]]:
-        """The mean times of ``burst`` calls in a row, for each call and round."""
+    def _timed(
+        self, calls: Sequence[Callable[[], None]], rounds: int, burst: int, *, warms: bool = True
+    ) -> list[list[float]]:
+        """Collective: the mean times of ``burst`` calls in a row on all ranks, for each call and round."""
         orders = [sorted(range(len(calls)), key=lambda _: self._order.random()) for _ in range(rounds)]
-        times = []
-        for i in (i for order in orders for i in order):
-            calls[i]()
+        order, times = [i for each in orders for i in each], []
+        for i in order:
+            if warms:
+                calls[i]()
             times.append(self._rig.seconds(calls[i], burst))
+        rows = self._rows(times)
         found: list[list[float]] = [[] for _ in calls]
-        for i, seconds in zip((i for order in orders for i in order), self._agree(times), strict=True):
-            found[i].append(seconds)
+        for i, seconds in zip(order, functools.reduce(np.add, rows) / len(rows), strict=True):
+            found[i].append(max(float(seconds), 1e-9))
         return found
-
-    def _agree(self, seconds: Sequence[float]) -> list[float]:
-        """Collective: the means of all ranks' times."""
-        rows = self._rows(seconds)
-        return [max(float(each), 1e-9) for each in functools.reduce(np.add, rows) / len(rows)]
 
     def _rows(self, numbers: Sequence[float]) -> list[np.ndarray]:
         """Collective: all ranks' numbers. Sets the time since the begin, on which the ranks agree so."""
         own = np.zeros(self._numbers, np.float32)
         own[: len(numbers)], own[-1] = numbers, time.monotonic() - self._begin
-        self._write(own.tobytes(), self._own)
+        self._rig.fill(own.tobytes(), 0, own.nbytes)
         self._gather()
-        start = self._all.address - self._rig.address
-        rows = list(np.frombuffer(self._rig.read(start, self._all.nbytes), np.float32).reshape(-1, self._numbers))
+        read = self._rig.read(self._all, self._session.size * own.nbytes)
+        rows = list(np.frombuffer(read, np.float32).reshape(-1, self._numbers))
         self._elapsed = float(functools.reduce(np.add, rows)[-1]) / len(rows)
         return [row[: len(numbers)] for row in rows]
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def _whole(self, count: int) -> int:
-        """So many elements, or a few more, so that all ranks have equal parts."""
-        return -(-count // self._session.size) * self._session.size
-
     def _prepared(self, count: int) -> list[Callable[[], None]]:
-        """The calls of about ``count`` elements. All on the same arrays, which are those of the calls before, too."""
-        specs = {label: replace(call, count=self._whole(count)) for label, call in self._calls.items()}
-        arrays, end = self._arrays(specs.values())
-        if end > self._filled:
-            values = np.random.default_rng(self._session.rank).standard_normal(_VALUES, np.float32)
-            self._rig.fill(from_float32(values, self._dtype).tobytes(), self._filled, end)
-            self._filled = end
-        found = []
-        for label, spec in specs.items():
-            names = spec.buffers(self._session.rank, self._session.size).declared
-            bound = {name: arrays[name, buffer.size] for name, buffer in names.items()}
-            found.append(self._call(spec, bound, f"{_KEY}{label}" if spec.codec.state_names else None))
-        return found
+        """The calls of ``count`` elements. All on the same arrays, which are those of the calls before, too."""
+        start = self._starts["input"]
+        self._rig.fill(self._values, start, start + count * self._dtype.itemsize)
+        return [
+            self._call(spec, self._starts, f"{_KEY}{label}" if spec.codec.state_names else None)
+            for label, spec in self._specs(count).items()
+        ]
 
-    def _arrays(self, specs: Iterable[CollectiveSpec]) -> tuple[dict[tuple[str, int], Values], int]:
-        """The arrays of these calls, by buffer and size, and where they end in the rig's memory."""
-        found: dict[tuple[str, int], Values] = {}
-        end = self._free
-        for spec in specs:
-            for name in spec.buffers(self._session.rank, self._session.size).declared:
-                values = self._array(name, spec.dtype, spec, end)
-                if (name, values.count) not in found:
-                    found[name, values.count] = values
-                    end += _aligned(values.nbytes)
-        return found, end
+    def _specs(self, count: int) -> dict[Label, CollectiveSpec]:
+        return {label: replace(call, count=count) for label, call in self._calls.items()}
 
-    def _array(self, name: str, dtype: DType, spec: CollectiveSpec, start: int) -> Values:
-        """The array of one of the call's buffers, ``start`` bytes from the begin of the rig's memory."""
-        count = spec.buffers(self._session.rank, self._session.size).declared[name].size
-        address = self._rig.address + start
-        return Values(address, count, dtype, ((count,), (1,)), name, owner=self._rig, writable=True)
-
-    def _write(self, content: bytes, values: Values) -> None:
-        start = values.address - self._rig.address
-        self._rig.fill(content, start, start + len(content))
-
-    def _call(self, spec: CollectiveSpec, values: Mapping[str, Values], key: str | None) -> Callable[[], None]:
+    def _call(self, spec: CollectiveSpec, starts: Mapping[str, int], key: str | None) -> Callable[[], None]:
         """Collective on CUDA: what makes a call. Raises _CannotCall on all ranks if one has no memory for it."""
-        session = self._session
+        session, rig = self._session, self._rig
+        values = {}
+        for name, buffer in spec.buffers(session.rank, session.size).declared.items():
+            shape, address = ((buffer.size,), (1,)), rig.address + starts[name]
+            values[name] = Values(address, buffer.size, spec.dtype, shape, name, owner=rig, writable=True)
 
         def programs(spec: CollectiveSpec, *, in_place: bool) -> Compiled:
             place = session.rank, session.size
@@ -295,45 +276,21 @@ class _Measurement:
 
         with _agreed(session):
             _, compiled, bound = session.bind(spec, values, key, programs, again=True)
-        return partial(session.start, compiled, bound, Request(key=key), values, self._rig.streams)
-
-    def _largest(self) -> int:
-        """The most elements of a call for which this rank has memory."""
-        count = self._rig.nbytes // self._dtype.itemsize
-        while count > _LEAST and not self._fits(count):
-            count //= 2
-        return count
+        return partial(session.start, compiled, bound, Request(key=key), values, rig.streams)
 
     def _fits(self, count: int) -> bool:
-        """Whether the memory is large enough for calls of so many elements."""
-        session, rig = self._session, self._rig
-        specs = [replace(each, count=self._whole(count)) for each in self._calls.values()]
-        _, end = self._arrays(specs)
-        if end > rig.nbytes or rig.work_nbytes is None:
-            return end <= rig.nbytes
-        place = session.rank, session.size
-        for spec in specs:
-            schedule = spec.schedule(*place, in_place=False, chunking=session.engine.chunking)
-            buffers = [*schedule.buffers.values()]
-            works, states = (
-                sum(buffer.nbytes for buffer in buffers if buffer.role is role) for role in (Role.WORK, Role.STATE)
-            )
-            if works > rig.work_nbytes or end + states > rig.nbytes:
-                return False
+        """Whether this rank's memory is large enough for calls of so many elements."""
+        session, most = self._session, self._rig.work_nbytes
+        if count * self._dtype.itemsize > self._half or most is None:
+            return count * self._dtype.itemsize <= self._half
+        for spec in self._specs(count).values():
+            made = spec.schedule(session.rank, session.size, in_place=False, chunking=session.engine.chunking)
+            for role, allowed in ((Role.WORK, most), (Role.STATE, self._half)):
+                if sum(buffer.nbytes for buffer in made.buffers.values() if buffer.role is role) > allowed:
+                    return False
         return True
 
-    # -- what is next --------------------------------------------------------------------------------------------------
-
-    def _next(self) -> int | None:
-        """The next number of elements; None: there is nothing more, or no time for it."""
-        largest = max(self._visits)
-        larger = min(largest * _STEP, self._most)
-        while larger >= 2 * largest:
-            if self._has_time(larger, 2, _FIRST):
-                return larger
-            larger //= 4
-        again = (count for count in sorted(self._visits, key=self._visits.__getitem__) if self._has_time(count))
-        return next((count for count in again if self._visits[count] <= _AGAIN), None)
+    # -- curves --------------------------------------------------------------------------------------------------------
 
     def _has_time(self, count: int, times: int = 1, part: float = 1.0) -> bool:
         """Whether the calls can be made so many times within a part of the time."""
@@ -343,8 +300,6 @@ class _Measurement:
 
     def _curve(self, label: Label) -> Curve:
         """What was measured, smoothed."""
-        if label not in self._density:
-            self._density[label] = _density(self._calls[label], self._nodes)
         points = sorted((count, sorted(each)[len(each) // _LOW]) for count, each in self._samples[label].items())
         return Curve(_rising(points), self._density[label])
 
@@ -356,14 +311,13 @@ def _density(spec: CollectiveSpec, nodes: Sequence[int]) -> float:
 
 def _rising(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     """The points with times that do not fall, by the smallest squared changes ("pool adjacent violators")."""
-    pools: list[tuple[float, int]] = []  # the mean of neighbours, and their number
+    pools: list[list[float]] = []  # neighbours whose mean is their time
     for _, seconds in points:
-        mean, members = seconds, 1
-        while pools and pools[-1][0] > mean:
-            before, more = pools.pop()
-            mean, members = (mean * members + before * more) / (members + more), members + more
-        pools.append((mean, members))
-    times = [mean for mean, members in pools for _ in range(members)]
+        pool = [seconds]
+        while pools and math.fsum(pools[-1]) / len(pools[-1]) > math.fsum(pool) / len(pool):
+            pool = pools.pop() + pool
+        pools.append(pool)
+    times = [math.fsum(pool) / len(pool) for pool in pools for _ in pool]
     return tuple((count, seconds) for (count, _), seconds in zip(points, times, strict=True))
 
 
