@@ -31,7 +31,6 @@ from qccl.bench.params import (
     output_file,
     output_file_or_stdout,
     parse_size,
-    picture_file,
 )
 from qccl.bench.plain import LIBRARIES
 from qccl.bench.processes import exit_status
@@ -83,7 +82,6 @@ _COMMON: tuple[Callable[[Any], Any], ...] = (
     option("--nodes", AT_LEAST_1, "N", "With --link: number of nodes; the ranks of a node share memory and a link."),
     click.option("--link-per-rank", is_flag=True, help="With --nodes: each rank of a node has a link of its own."),
     option("-J --json", output_file_or_stdout, "FILE", _JSON_HELP),
-    option("--plot", picture_file, "FILE", "Draw it (.png, .svg, .pdf)."),
     option("--trace", output_file, "FILE", "Write a timeline of one call (largest size, first codec) for Perfetto."),
     nccl_only,
 )

@@ -65,8 +65,6 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "launcher", _launcher()
     yield "qccl.init()", _transport(has_library=mpi.startswith("yes"))
     yield "lab (--link)", "yes" if (reason := lab.obstacle()) is None else f"no: {reason}"
-    matplotlib = _version("matplotlib")
-    yield "plot", f"yes: matplotlib {matplotlib}" if matplotlib else "no: install qccl[plot]"
     prometheus = _version("prometheus_client")
     yield "metrics", f"yes: prometheus_client {prometheus}" if prometheus else "no: install qccl[metrics]"
 

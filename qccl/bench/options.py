@@ -57,7 +57,7 @@ class Options:
         collective: a name in KINDS.
         root, layout, intra, inter: as in the collectives that have them.
         arrays: number of arrays in a coalesced call.
-        json, plot, trace: files to write, or None; json may be STDOUT.
+        json, trace: files to write, or None; json may be STDOUT.
         args: the command line.
     """
 
@@ -91,7 +91,6 @@ class Options:
     inter: str | None = None
     arrays: int = 16
     json: str | None = None
-    plot: str | None = None
     trace: str | None = None
     args: tuple[str, ...] = ()
 

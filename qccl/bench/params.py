@@ -25,7 +25,7 @@ from qccl.files import check_writable, writing
 __all__ = [
     *("AT_LEAST_0", "AT_LEAST_1", "STDOUT", "Link", "PositiveNumber", "codec_list", "codec_of", "format_size"),
     *("imported", "intra_codec", "list_of", "nccl_only", "option", "output_file", "output_file_or_stdout"),
-    *("parse_link", "parse_loss", "parse_rate", "parse_size", "picture_file", "split_codecs", "write_json"),
+    *("parse_link", "parse_loss", "parse_rate", "parse_size", "split_codecs", "write_json"),
 ]
 
 #: the value of --json that means standard output
@@ -39,7 +39,6 @@ _RATES = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "kbps": 1e3, "mbps": 1e6,
 _PACKETS, _SEGMENT = 2 * 9_100, 66_000
 #: module:Class of a user's codec, before its options
 _CLASS = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)(?=\s*(?:[:+]|$))", re.ASCII)
-_PICTURES = (".png", ".svg", ".pdf")
 
 
 class PositiveNumber(click.FloatRange):
@@ -256,15 +255,6 @@ def output_file(text: str) -> str:
 def output_file_or_stdout(text: str) -> str:
     """The absolute path of a file that can be written; "-" stays, and is standard output."""
     return text if text == STDOUT else output_file(text)
-
-
-def picture_file(text: str) -> str:
-    """The absolute path of a picture that can be drawn and written."""
-    if not text.endswith(_PICTURES):
-        raise ValueError(f"{text!r} has none of the endings {', '.join(_PICTURES)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("drawing needs matplotlib; install qccl[plot], or use --json")
-    return output_file(text)
 
 
 def write_json(path: str, document: Any) -> None:

@@ -183,11 +183,8 @@ class Sweep:
         if self._comm.rank != 0:
             return
         self._save()
-        if o.plot is not None:
-            importlib.import_module("qccl.bench.plot").write_plot(o.plot, self._report, self._link)
-        for path in (o.plot, o.trace):
-            if path is not None:
-                self._emit(f"# Wrote {path}")
+        if o.trace is not None:
+            self._emit(f"# Wrote {o.trace}")
 
     def _save(self) -> None:
         """Write all results so far, so that an error or Ctrl-C does not lose them."""

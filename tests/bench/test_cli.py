@@ -11,7 +11,7 @@ from bench_runs import LAUNCHERS
 from click.testing import CliRunner, Result
 
 import qccl
-from qccl.bench import lab, params
+from qccl.bench import lab
 from qccl.bench.cli import main
 from qccl.bench.codec import measure_codec
 from qccl.bench.options import KINDS
@@ -28,12 +28,6 @@ def invoke(*arguments: str) -> Result:
 def test_nccl_tests_flags_with_their_one_value_are_accepted() -> None:
     result = invoke("allreduce", "-t1", "-g1", "-m1", "-p0", "-z1", "-G0", "-C0", "-b2M", "-e1M")
     assert "-e 1048576 is less than" in result.output  # the flags were accepted, and the sizes refused
-
-
-def test_plot_without_matplotlib_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(params.importlib.util, "find_spec", lambda name: None)
-    result = invoke("allreduce", "--plot", "x.png")
-    assert result.exit_code == 2 and "qccl[plot]" in result.output
 
 
 @pytest.mark.parametrize("command", [["allreduce", "--link", "1gbit"], ["run", "--link", "1gbit", "true"]])

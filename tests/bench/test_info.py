@@ -31,7 +31,6 @@ def test_info_names_every_part_and_why_it_cannot_be_used(monkeypatch: pytest.Mon
         "cuda parts ",
         "mpiexec ",
         "launcher ",
-        "plot ",
     ):
         assert part in result.output
     assert "lab (--link)   no: network namespaces need root" in result.output

@@ -165,13 +165,3 @@ def test_json_has_nccl_tests_fields_and_ours(report: Report) -> None:
         )
     assert found["speedup"]["minmax4"] == {"least": pytest.approx(100), "greatest": pytest.approx(100)}
     assert found["greatest_spread"] == 0 and found["config"]["timed"] == "method"
-
-
-@pytest.mark.parametrize("link", [None, "1gbit"])
-def test_a_picture_is_drawn(report: Report, tmp_path: Path, link: str | None) -> None:
-    pytest.importorskip("matplotlib")
-    from qccl.bench.plot import write_plot
-
-    path = tmp_path / "x.png"
-    write_plot(str(path), report, params.parse_link(link) if link else None)
-    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
