@@ -44,7 +44,7 @@ def allreduce(
     codec: CodecLike = "minmax8",
     *,
     op: str = "avg",
-    key: str | None = None,
+    key: str | Owner | None = None,
     comm: Communicator | None = None,
     algorithm: str = "auto",
     nonfinite: str = "propagate",
@@ -86,23 +86,6 @@ def allreduce(
             the error's name and text, which JAX raises when the program waits for a result; JAX may then raise it again
             for every later call of this thread.
     """
-    options: dict[str, Any] = {"algorithm": algorithm, "nonfinite": nonfinite, "lr": lr, "timeout": timeout}
-    return _allreduce(tree, codec, key, op=op, comm=comm, **options)
-
-
-def _allreduce(
-    tree: Any,
-    codec: CodecLike,
-    key: str | Owner | None,
-    *,
-    op: str = "avg",
-    comm: Communicator | None = None,
-    algorithm: str = "auto",
-    nonfinite: str = "propagate",
-    lr: float | None = None,
-    timeout: float | None = None,
-) -> Any:
-    """allreduce(), also for an owner of keys."""
     one_of(op, ("avg", "sum"), "op")
     chosen = codecs.get(codec)
     if chosen.state_names and not isinstance(key, Owner):
@@ -145,7 +128,7 @@ class _Gradients:
         found, _ = jax.tree_util.tree_flatten_with_path(updates)
         shapes = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in found}
         key = self._own(shapes) if codecs.get(self._codec).state_names else None
-        reduced = _allreduce(updates, self._codec, key, **self._options)
+        reduced = allreduce(updates, self._codec, key=key, **self._options)
         self._shapes = shapes
         return reduced, state
 
