@@ -84,16 +84,9 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
         """Memory as PyTorch's own reduce-scatter takes it."""
         return self._exact.allocate(size, dtype=dtype, device=device)
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """FSDP2 calls it, on the stream of its reduce-scatters."""
-        return self._reduce(self, "", output_tensor, input_tensor, group, op, async_op)
+    def __call__(self, *call: Any, **named: Any) -> dist.Work | None:
+        """FSDP2 calls it, on the stream of its reduce-scatters; the arguments are those of _reduce()."""
+        return self._reduce(self, "", *call, **named)
 
     def _reduce(
         self,
@@ -103,7 +96,7 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         op: Any,
-        async_op: bool,
+        async_op: bool = False,
     ) -> dist.Work | None:
         """A call of ``part``, whose state has the key ``self.key + rest``."""
         name = next((ours for theirs, ours in _OPS if op == theirs), None)
@@ -232,15 +225,8 @@ class _ModuleReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch ha
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._parent.allocate(size, dtype=dtype, device=device)
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        return self._parent._reduce(self, f"/{self._name}", output_tensor, input_tensor, group, op, async_op)
+    def __call__(self, *call: Any, **named: Any) -> dist.Work | None:
+        return self._parent._reduce(self, f"/{self._name}", *call, **named)
 
 
 class AllGather(api.AllGather):  # type: ignore[misc]  # torch has no types here
