@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any
 
 import click
@@ -26,7 +24,6 @@ from qccl.bench.params import (
     PositiveNumber,
     codec_list,
     codec_of,
-    format_size,
     list_of,
     option,
     output_file,
@@ -43,7 +40,7 @@ from qccl.errors import ArgumentError, CodecError
 from qccl.scalars import parse_seconds
 from qccl.trace import write_trace
 
-__all__ = ["crossovers", "simulate"]
+__all__ = ["simulate"]
 
 PLAIN = NoCodec().spec()
 #: all but those with parameters of their own
@@ -198,8 +195,6 @@ class _Run:
                 self.pairs.append((row, plain))
                 yield table.row(row, plain, machines.ranks, machines.inter)
         yield from table.footer(table.totals(self.pairs, machines.ranks, machines.inter), PLAIN)
-        for text in crossovers(self._every_row()):
-            yield f"# {text}"
 
     def _every_row(self) -> list[Row]:
         """The plain calls, then all others: a codec is faster only if it is faster than no codec."""
@@ -230,7 +225,6 @@ class _Run:
             "machines": asdict(self._machines),
             "processor": asdict(self._processor),
             "results": [_result(row, self._machines.ranks) for row in rows],
-            "crossovers": list(crossovers(rows)),
         }
 
 
@@ -253,38 +247,6 @@ def _head(options: Options, machines: Machines, processor: Processor) -> Iterato
         yield f"# {name}: a processor encodes {4e-9 / encode:.3g} and decodes {4e-9 / decode:.3g} GB/s of float32"
     yield "#"
     yield from table.header(PLAIN, lab=True)
-
-
-def crossovers(rows: Sequence[Row]) -> Iterator[str]:
-    """For each element type and operation, which row is the fastest up to which size; between two sizes by powers.
-
-    Of equal times the first row counts.
-    """
-    kinds = dict.fromkeys((row.case.dtype.name, row.case.op) for row in rows)
-    for dtype, op in kinds:
-        group = [row for row in rows if (row.case.dtype.name, row.case.op) == (dtype, op)]
-        times: dict[int, dict[str, float]] = {}
-        for row in group:
-            times.setdefault(row.case.nbytes, {})[row.codec] = _seconds(row)
-        best = [(size, min(found, key=found.__getitem__)) for size, found in sorted(times.items())]
-        text = f"{best[0][1]} is the fastest"
-        for (low, old), (high, new) in pairwise(best):
-            if old != new:
-                text += f" up to about {_rounded(_crossing(low, high, times, old, new))} bytes, then {new}"
-        yield f"{dtype}, {op}: {text}"
-
-
-def _crossing(low: int, high: int, times: dict[int, dict[str, float]], old: str, new: str) -> float:
-    """The size between two at which both take the same time, if times are powers of the size."""
-    before, after = (math.log(times[size][new] / times[size][old]) for size in (low, high))
-    share = before / (before - after) if before != after else 0.5
-    return float(low * (high / max(low, 1)) ** share)
-
-
-def _rounded(nbytes: float) -> str:
-    """Two digits are all that is known."""
-    unit = 10 ** max(0, math.floor(math.log10(max(nbytes, 1))) - 1)
-    return format_size(round(nbytes / unit) * unit)
 
 
 def _result(row: Row, ranks: int) -> dict[str, Any]:
