@@ -252,7 +252,6 @@ class Collectives:
         layout: str = "sharded",
         node_ids: Sequence[int] | None = None,
         inter: str | None = None,
-        exact: bool = True,
         algorithm: str = "auto",
         **options: Unpack[CallOptions],
     ) -> Any:
@@ -266,16 +265,12 @@ class Collectives:
         - ``algorithm``, "one_shot" or "two_round", runs between nodes; "auto" is one_shot for two nodes.
         - ``inter="host"``: on CUDA, codes between nodes go through pinned host memory and MPI instead of NCCL. It needs
           a communicator over MPI and cannot be captured in a graph. On the host it changes nothing.
-        - ``exact=False``: on CUDA NCCL's own reduce-scatter and all-gather move values inside nodes, if these are not
-          encoded and every rank of a node owns a part. All ranks still get the same bits, but in the last places these
-          may differ from the host's, and between versions of NCCL, machines and numbers of ranks. On the host it
-          changes nothing.
         - With "+ef" residuals are those of the codes between nodes; with intra="none" nothing is encoded on one node.
 
         Other arguments: see quantized_allreduce; avg is the mean over all ranks. Returns the output array, or its Work.
         """
         given = {"op": op, "intra": intra, "layout": layout, "node_ids": node_ids, "inter": inter, **options}
-        given["exact"], given["algorithm"] = exact, algorithm
+        given["algorithm"] = algorithm
         return self._call(_HIERARCHICAL, (x, out), given, x if out is None else out)
 
     @_PEER_EXCHANGE.accepts(StateArrayOptions)

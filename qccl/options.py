@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 from qccl.arguments import CodecLike
 from qccl.dtypes import DType
+from qccl.errors import ArgumentError
+from qccl.removed import KEYWORDS
 
 if TYPE_CHECKING:
     from qccl.collectives import CollectiveSpec
@@ -110,9 +112,12 @@ class Method:
     def complete(self, given: Mapping[str, Any]) -> tuple[CallOptions, dict[str, Any]]:
         """All options of a call, with defaults for those that are not given; and its other arguments.
 
-        A wrong keyword raises the TypeError that Python raises for a function without ``**``.
+        A wrong keyword raises the TypeError that Python raises for a function without ``**``, and one of the last
+        release ArgumentError.
         """
         for name in given:
+            if instead := KEYWORDS.get(f"qccl.{self.name.rpartition('.')[2]}({name})"):
+                raise ArgumentError(f"{self.name}() has no argument {name!r} any more; {instead}")
             if name not in self.parameters:
                 raise TypeError(f"{self.name}() got an unexpected keyword argument {name!r}")
         own = {**_DEFAULTS, **given}

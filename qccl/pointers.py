@@ -62,7 +62,6 @@ def hierarchical_allreduce(
     layout: str = "sharded",
     node_ids: Sequence[int] | None = None,
     inter: str | None = None,
-    exact: bool = True,
     algorithm: str = "auto",
     **options: Unpack[PointerOptions],
 ) -> Work | None:
@@ -70,7 +69,7 @@ def hierarchical_allreduce(
     if not isinstance(comm, Collectives):
         _refuse(comm)
     given = {"count": count, "datatype": datatype, "stream": stream, "op": op, "algorithm": algorithm, **options}
-    given |= {"intra": intra, "layout": layout, "node_ids": node_ids, "inter": inter, "exact": exact}
+    given |= {"intra": intra, "layout": layout, "node_ids": node_ids, "inter": inter}
     work: Work | None = comm._call(_HIERARCHICAL, (sendbuf, recvbuf), given, None)
     return work
 

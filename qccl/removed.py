@@ -52,6 +52,7 @@ FLAGS: dict[str, str] = {
     "doctor --loss": "measure the network with --measure, whose calls losses slow down as they do those of a training",
     "doctor --tcp": "measure the network with --measure, which uses the machines' congestion control",
     "--frontier": "run bench/frontier.py of a checkout",
+    "--plot": "write --json, and draw its results by a program of yours",
     "--draws": "run bench/frontier.py of a checkout",
     "--write": "run bench/frontier.py of a checkout",
     "--torch": "read what qccl-bench explain prints, or its records, which are JSON",

@@ -20,7 +20,7 @@ from qccl.dtypes import FLOAT32, DType
 from qccl.errors import ArgumentError, QcclError
 from qccl.intervals import IntervalMap
 
-__all__ = ["Buffer", "Commit", "Decode", "Encode", "Exchange", "NativeCollective", "Op", "Queue", "Reduce", "Task"]
+__all__ = ["Buffer", "Commit", "Decode", "Encode", "Exchange", "Op", "Queue", "Reduce", "Task"]
 __all__ += [
     "Role",
     "Schedule",
@@ -226,25 +226,11 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class NativeCollective:
-    """A collective of a library such as NCCL among ``ranks``: with ``op`` a reduce-scatter, without an all-gather."""
-
-    ranks: tuple[int, ...]
-    dtype: DType
-    op: str | None = None  # "sum" | "min" | "max"
-
-
-@dataclass(frozen=True, slots=True)
 class Exchange:
-    """Transfers that start together: an NCCL group, or MPI's Isend and Irecv.
-
-    With ``native`` it is a collective: ``sends`` are the adjacent parts of what it reads, ``recvs`` of what it writes.
-    Only an alternative schedule (Schedule.native) has such.
-    """
+    """Transfers that start together: an NCCL group, or MPI's Isend and Irecv."""
 
     sends: tuple[Transfer, ...]
     recvs: tuple[Transfer, ...]
-    native: NativeCollective | None = None
 
 
 Op = Encode | Decode | Reduce | Commit | Exchange
@@ -261,8 +247,6 @@ class Schedule:
         buffers: every buffer that the operations name.
         ops: the operations in program order.
         staged_peers: peers with which transfers go through host memory, if the engine's buffers are elsewhere.
-        native: an alternative with collectives of the library, for an engine that has them. Its sums may differ in the
-            last bits.
     """
 
     name: str
@@ -271,7 +255,6 @@ class Schedule:
     buffers: Mapping[str, Buffer]
     ops: tuple[Op, ...]
     staged_peers: frozenset[int] = frozenset()
-    native: Schedule | None = None
 
     def check_rank(self, rank: int, size: int) -> None:
         """Raise ArgumentError unless this is the schedule of ``rank`` among ``size`` ranks."""

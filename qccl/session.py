@@ -182,8 +182,6 @@ class Session:
             self.check_consistent(text, pairs, str(error), again=again)
             raise
         self.check_consistent(text, pairs, again=again)
-        if groups := spec.native_groups():
-            self._with_mark(lambda: self.engine.make_groups(groups))
         if key is not None:  # also without state: ranks that name arrays compare the names
             text = f"{text}, key={key!r}"
         return spec, compiled, Bound(binding.addresses, text, pairs)
@@ -243,21 +241,16 @@ class Session:
         ``again``: also if the ranks have compared it before. ``refusal``: why this rank cannot make the call. Then the
         others raise EngineError. The group remains usable.
         """
-        found = self._with_mark(lambda: self.engine.check_consistent(text, pairs, refusal, again=again))
-        if found and not refusal:
-            raise EngineError(found)
-
-    def _with_mark(self, act: Callable[[], _T]) -> _T:
-        """Collective: an exception during ``act`` ends the group, because other ranks may go on without this one."""
-        before = self.unsettle(self.numbers.calls)
+        before = self.unsettle(self.numbers.calls)  # other ranks may go on without this one after an exception
         try:
-            result = act()
+            found = self.engine.check_consistent(text, pairs, refusal, again=again)
         except QcclError as error:
             self.fail(error)
             self.settle(before)
             raise
         self.settle(before)
-        return result
+        if found and not refusal:
+            raise EngineError(found)
 
     def text_of(self, spec: CollectiveSpec) -> str:
         """What the ranks compare, with the offset of the call numbers if the codec draws random numbers."""

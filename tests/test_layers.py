@@ -63,7 +63,7 @@ engine: _host arrays chunks errors intervals schedule threads trace
 host: _host arrays chunks codecs dtypes deadline engine errors guard lifetime scalars schedule tensors trace transports
 cuda: _host arrays chunks codecs dtypes deadline engine errors files lifetime schedule tensors threads trace transports
 arguments: codecs errors scalars
-options: arguments collectives dtypes trace
+options: arguments collectives dtypes errors removed trace
 measuring: arrays codecs collectives costs dtypes engine errors programs schedule session
 choosing: collectives costs errors measuring session
 plan: arguments arrays collectives costs dynamo engine errors guard programs schedule session state tensors trace
@@ -99,7 +99,6 @@ PACKAGES = table("""
 bench: click numpy
 bench/launched.py: mpi4py
 bench/plain.py: mpi4py torch
-bench/plot.py: matplotlib
 bench/training.py: torch
 bench/sweep.py: mpi4py
 codecs: numpy

@@ -7,6 +7,7 @@ import re
 from importlib import import_module
 from pydoc import locate
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -26,7 +27,8 @@ def test_names() -> None:
 
 def test_keywords(monkeypatch) -> None:
     of_torch = {name for name in removed.KEYWORDS if name.startswith("qccl.torch.")}  # tests/torch/test_arguments.py
-    for name in removed.KEYWORDS.keys() - of_torch:
+    of_calls = "qccl.hierarchical_allreduce(exact)"
+    for name in removed.KEYWORDS.keys() - of_torch - {of_calls}:
         instead = removed.KEYWORDS[name]
         function, keyword = re.fullmatch(r"([\w.]+)\((\w+)\)", name).groups()
         module, _, attribute = function.rpartition(".")
@@ -34,6 +36,16 @@ def test_keywords(monkeypatch) -> None:
         assert keyword not in inspect.signature(found).parameters
         with pytest.raises(qccl.ArgumentError, match=re.escape(f"{keyword!r} any more; {instead}")):
             found(**{keyword: 1})
+
+    with qccl.init() as comm:
+        x = np.ones(4, np.float32)
+        pointers = (x.ctypes.data, x.ctypes.data, 4, "float32", "sum", comm)
+        for call in (
+            lambda: comm.hierarchical_allreduce(x, exact=False),
+            lambda: qccl.hierarchical_allreduce(*pointers, exact=False),
+        ):
+            with pytest.raises(qccl.ArgumentError, match=re.escape(f"'exact' any more; {removed.KEYWORDS[of_calls]}")):
+                call()
 
     monkeypatch.setitem(removed.KEYWORDS, "f(old)", "use new")
 

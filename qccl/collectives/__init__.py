@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -65,6 +66,7 @@ def spec_of_plan(
     from_arguments = COLLECTIVES[collective].from_arguments
     parameters_known = inspect.signature(from_arguments).parameters.values()
     own = [parameter.name for parameter in parameters_known if parameter.kind is parameter.KEYWORD_ONLY]
+    own = own or [field.name for field in fields(COLLECTIVES[collective])][len(fields(CollectiveSpec)) :]
     for name in parameters:
         if name not in own:
             raise ArgumentError(f"{collective} has no parameter {name!r}; those of its plans are {', '.join(own)}")

@@ -14,7 +14,7 @@ from qccl.collectives.operands import CallerBuffers, Group, Nodes, ranks_by_node
 from qccl.collectives.partitions import partition_as_given
 from qccl.collectives.parts import PartsSpec, parts_of
 from qccl.collectives.rounds import AllGather, alone, assemble, decode_row, pipeline
-from qccl.collectives.spec import Binding, common
+from qccl.collectives.spec import Binding
 from qccl.collectives.wire import Encoding, Slots
 from qccl.schedule import Exchange, Op, Schedule, Transfer
 
@@ -30,8 +30,8 @@ class AllGatherSpec(PartsSpec):
 
     @classmethod
     def from_arguments(cls, *shared: Any, counts: Sequence[int] | None = None) -> Self:
-        """Check the arguments; ``shared`` are those of common()."""
-        return cls(**common(*shared), parts=parts_of(counts))
+        """See CollectiveSpec; ``counts``: the lengths of the parts."""
+        return cls.checked(*shared, parts=parts_of(counts))
 
     def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
         """See CollectiveSpec."""

@@ -13,7 +13,7 @@ from qccl.collectives.operands import CallerBuffers, Group
 from qccl.collectives.partitions import partition_as_given
 from qccl.collectives.parts import equal_parts, parts_of, row_major
 from qccl.collectives.rounds import assemble, copy_values, decode_chunk, encode_chunk, pipeline
-from qccl.collectives.spec import Binding, CollectiveSpec, common
+from qccl.collectives.spec import Binding, CollectiveSpec
 from qccl.collectives.wire import Encoding, Slots, exchange
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
@@ -35,11 +35,11 @@ class AllToAllSpec(CollectiveSpec):
     def from_arguments(
         cls, *shared: Any, send_counts: Sequence[int] | None = None, recv_counts: Sequence[int] | None = None
     ) -> Self:
-        """Check the arguments; ``shared`` are those of common()."""
+        """See CollectiveSpec; the counts are the lengths of the parts for and from each rank."""
         if (send_counts is None) != (recv_counts is None):
             raise ArgumentError("send_counts and recv_counts belong together; give both, or none where all are equal")
         sends, receives = parts_of(send_counts, "send_counts"), parts_of(recv_counts, "recv_counts")
-        return cls(**common(*shared), sends=sends, receives=receives)
+        return cls.checked(*shared, sends=sends, receives=receives)
 
     def _shown(self) -> dict[str, Any]:
         shown = CollectiveSpec._shown(self)

@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Self
 
-from qccl.arguments import OpLike, one_of, op_of
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
 from qccl.collectives.operands import SUM, Arrays, CallerBuffers, Combine, Group
 from qccl.collectives.partitions import HOP_NBYTES, partition
 from qccl.collectives.rounds import AllGather, Round, ScatterReduce, Stage, alone, assemble, pipeline
-from qccl.collectives.spec import CollectiveSpec, common
+from qccl.collectives.spec import CollectiveSpec
 from qccl.collectives.wire import Encoding
 from qccl.dtypes import DType
 from qccl.schedule import Op, Schedule
@@ -32,22 +30,18 @@ class AllReduceSpec(CollectiveSpec):
 
     name = "allreduce"
     keeps_state = True
+    algorithms = ("one_shot", "two_round")
 
-    op: str
-    algorithm: str
+    op: str = "sum"
+    algorithm: str = "auto"
 
-    @classmethod
-    def from_arguments(cls, *shared: Any, op: OpLike = "sum", algorithm: str = "auto") -> Self:
-        """Check the arguments; ``shared`` are those of common()."""
-        one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
-        return cls(**common(*shared), op=op_of(op), algorithm=algorithm)
+    def choose(self, size: int) -> str:
+        """See choose_allreduce()."""
+        return choose_allreduce(self.count, size, self.dtype, self.codec)
 
     def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
-        algorithm = self.algorithm
-        if algorithm == "auto":
-            algorithm = choose_allreduce(self.count, group.size, self.dtype, self.codec)
-        combine = Combine.of(self.op, group.size)
-        return ALLREDUCE[algorithm](group, buffers, self.codec, combine, chunking=chunking)
+        algorithm, combine = self.algorithm_for(group.size), Combine.of(self.op, group.size)
+        return allreduce(algorithm, group, buffers, self.codec, combine, chunking=chunking)
 
 
 def choose_allreduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
@@ -64,33 +58,25 @@ def choose_allreduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
     return "one_shot" if extra <= size * HOP_NBYTES else "two_round"
 
 
-def two_round(
-    group: Group, buffers: CallerBuffers, codec: Codec, combine: Combine = SUM, *, chunking: ChunkPolicy = NETWORK
+def allreduce(
+    algorithm: str,
+    group: Group,
+    buffers: CallerBuffers,
+    codec: Codec,
+    combine: Combine = SUM,
+    *,
+    chunking: ChunkPolicy = NETWORK,
 ) -> Schedule:
-    """Scatter-reduce, then all-gather.
+    """The schedule of an algorithm.
 
-    Sources: the code guide of QSGD-TF, section 1, "Communication"; "Notes on 1bit SGD", sections 3 and 5 (CNTK).
+    "two_round": scatter-reduce, then all-gather (the code guide of QSGD-TF, section 1, "Communication"; "Notes on 1bit
+    SGD", sections 3 and 5, CNTK). Rank r reduces shard r. Each rank sends 2 (size-1)/size of the encoded vector; an
+    element is quantised twice. The workspace is (3 size - 2) x depth wire slots of one chunk each, whatever the count.
 
-    Rank r reduces shard r. Each rank sends 2 (size-1)/size of the encoded vector; an element is quantised twice. The
-    workspace is (3 size - 2) x depth wire slots of one chunk each, whatever the count.
+    "one_shot": each rank sends its whole encoded vector to all others, and combines all codes, its own included. Each
+    rank sends size - 1 times the encoded vector in one round; an element is quantised once and the sum not at all. The
+    workspace is size x depth wire slots of one chunk each.
     """
-    return _allreduce("two_round", group, buffers, codec, combine, chunking)
-
-
-def one_shot(
-    group: Group, buffers: CallerBuffers, codec: Codec, combine: Combine = SUM, *, chunking: ChunkPolicy = NETWORK
-) -> Schedule:
-    """Each rank sends its whole encoded vector to all others, and combines all codes, its own included.
-
-    Each rank sends size - 1 times the encoded vector in one round; an element is quantised once and the sum not at all.
-    The workspace is size x depth wire slots of one chunk each.
-    """
-    return _allreduce("one_shot", group, buffers, codec, combine, chunking)
-
-
-def _allreduce(
-    algorithm: str, group: Group, buffers: CallerBuffers, codec: Codec, combine: Combine, chunking: ChunkPolicy
-) -> Schedule:
     if group.size == 1 or not any(buffers.counts):
         return assemble(algorithm, group, buffers, alone(buffers, codec, combine))
     parts = partition(buffers.counts, shards_of(algorithm, group.size), (codec,), chunking)
@@ -143,4 +129,7 @@ def stages_of(
 
 
 #: the algorithms of all-reduce by name
-ALLREDUCE: Mapping[str, Callable[..., Schedule]] = MappingProxyType({"one_shot": one_shot, "two_round": two_round})
+ALLREDUCE: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
+    {name: partial(allreduce, name) for name in AllReduceSpec.algorithms}
+)
+one_shot, two_round = ALLREDUCE.values()

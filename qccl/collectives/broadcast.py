@@ -5,25 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
 
-from qccl.arguments import integer, one_of
 from qccl.arrays import Values
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
 from qccl.collectives.operands import CallerBuffers, Group
 from qccl.collectives.partitions import HOP_NBYTES, partition
 from qccl.collectives.rounds import alone, assemble, decode_row, encode_row, pipeline
-from qccl.collectives.spec import Call, CollectiveSpec, check_root, common, input_and_output
+from qccl.collectives.spec import Call, CollectiveSpec, check_root, input_and_output
 from qccl.collectives.wire import Encoding, Slots, exchange
-from qccl.dtypes import DType
 from qccl.errors import ArgumentError
 from qccl.schedule import Op, Schedule
 
-__all__ = ["TREES", "BroadcastSpec", "broadcast", "choose_tree"]
-
-#: the trees of broadcast
-TREES = ("chain", "binomial")
+__all__ = ["BroadcastSpec", "broadcast"]
 
 #: bytes of a chunk, about
 _CHUNK_NBYTES = 96 * 1024
@@ -34,15 +28,21 @@ class BroadcastSpec(CollectiveSpec):
     """Arguments of quantized_broadcast."""
 
     name = "broadcast"
+    algorithms = ("chain", "binomial")
 
-    root: int
-    algorithm: str
+    root: int = 0
+    algorithm: str = "auto"
 
-    @classmethod
-    def from_arguments(cls, *shared: Any, root: int = 0, algorithm: str = "auto") -> Self:
-        """Check the arguments; ``shared`` are those of common()."""
-        one_of(algorithm, ("auto", *TREES), "algorithm")
-        return cls(**common(*shared), root=integer(root, "root"), algorithm=algorithm)
+    def choose(self, size: int) -> str:
+        """By the bytes that pass before the last rank has everything.
+
+        In a binomial tree the encoded vector is sent log2(size) times, one after the other; in a chain it is sent once,
+        and then a chunk of it size - 2 times. Each hop adds the bytes that a link carries in its time.
+        """
+        nbytes, depth = self.codec.encoded_nbytes(self.count, self.dtype), (size - 1).bit_length()
+        chunk = min(nbytes, _CHUNK_NBYTES)
+        chain = nbytes + (size - 2) * chunk + (size - 1) * HOP_NBYTES
+        return "chain" if chain <= depth * (nbytes + HOP_NBYTES) else "binomial"
 
     @classmethod
     def named(cls, call: Call) -> dict[str, Values]:
@@ -55,22 +55,8 @@ class BroadcastSpec(CollectiveSpec):
         return CallerBuffers.alike((self.count,), self.dtype, in_place=in_place or rank != self.root)
 
     def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
-        tree = self.algorithm
-        if tree == "auto":
-            tree = choose_tree(self.count, group.size, self.dtype, self.codec)
+        tree = self.algorithm_for(group.size)
         return broadcast(group, buffers, self.codec, root=self.root, tree=tree, chunking=chunking)
-
-
-def choose_tree(count: int, size: int, dtype: DType, codec: Codec) -> str:
-    """The tree that "auto" stands for, by the bytes that pass before the last rank has everything.
-
-    In a binomial tree the encoded vector is sent log2(size) times, one after the other; in a chain it is sent once, and
-    then a chunk of it size - 2 times. Each hop adds the bytes that a link carries in its time.
-    """
-    nbytes, depth = codec.encoded_nbytes(count, dtype), (size - 1).bit_length()
-    chunk = min(nbytes, _CHUNK_NBYTES)
-    chain = nbytes + (size - 2) * chunk + (size - 1) * HOP_NBYTES
-    return "chain" if chain <= depth * (nbytes + HOP_NBYTES) else "binomial"
 
 
 def broadcast(
@@ -112,7 +98,7 @@ def broadcast(
 
 def _family(group: Group, root: int, tree: str) -> tuple[int | None, list[int]]:
     """The parent (None: the root) and the children of a rank, the child with the most descendants first."""
-    if tree not in TREES:
+    if tree not in BroadcastSpec.algorithms:
         raise ArgumentError(f"tree is {tree!r}; there are chain and binomial")
     size = group.size
     index = (group.rank - root) % size

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from qccl import dtypes
-from qccl.arguments import OpLike, one_of, op_of
 from qccl.arrays import Values, check_disjoint, same_or_disjoint
-from qccl.collectives.allreduce import ALLREDUCE, AllReduceSpec
+from qccl.collectives.allreduce import AllReduceSpec
 from qccl.collectives.hierarchical import HierarchicalSpec
 from qccl.collectives.operands import CallerBuffers
-from qccl.collectives.spec import Binding, Call, CollectiveSpec, common, common_order
+from qccl.collectives.spec import Binding, Call, CollectiveSpec, common_order
 from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError
 from qccl.schedule import buffer_name
@@ -61,15 +60,7 @@ class CoalescedSpec(_ManyArrays, AllReduceSpec):
 
     name = "allreduce_coalesced"
 
-    each: tuple[int, ...]
-
-    @classmethod
-    def from_arguments(
-        cls, *shared: Any, each: Sequence[int] = (), op: OpLike = "sum", algorithm: str = "auto"
-    ) -> Self:
-        """Check the arguments; ``shared`` are those of common(), and ``each`` the elements of each array."""
-        one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
-        return cls(**common(*shared), each=tuple(each), op=op_of(op), algorithm=algorithm)
+    each: tuple[int, ...] = ()
 
     @classmethod
     def from_call(cls, call: Call) -> tuple[list[Self], dict[str, Values]]:

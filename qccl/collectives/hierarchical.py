@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
-from qccl import codecs
-from qccl.arguments import CodecLike, OpLike, integers, one_of, op_of
+from qccl import codecs, dtypes
+from qccl.arguments import CodecLike, OpLike, integers, one_of
 from qccl.arrays import Values
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
 from qccl.codecs.feedback import Momentum
-from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce, shards_of, stages_of
-from qccl.collectives.native import NativeAllGather, NativeScatterReduce
+from qccl.collectives.allreduce import AllReduceSpec, choose_allreduce, shards_of, stages_of
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group, ranks_by_node
 from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import (
@@ -28,13 +27,13 @@ from qccl.collectives.rounds import (
     encode_row,
     pipeline,
 )
-from qccl.collectives.spec import Call, CollectiveSpec, common, input_and_output
+from qccl.collectives.spec import Call, CollectiveSpec, input_and_output
 from qccl.collectives.wire import Encoding, Slots
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
 from qccl.schedule import Schedule
 
-__all__ = ["LAYOUTS", "HierarchicalSpec", "Levels", "by_level", "choose_inter", "hierarchical", "intra_of"]
+__all__ = ["LAYOUTS", "HierarchicalSpec", "Levels", "by_level", "hierarchical", "intra_of"]
 
 LAYOUTS = ("leader", "sharded")
 
@@ -59,22 +58,17 @@ class Levels:
     algorithm: str
     intra: Codec
 
-    def native_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes in which the library can scatter and gather: all ranks own a part, and plain values move."""
-        plain = self.intra.name == "none"
-        return tuple(tuple(node) for node in self.nodes if plain and 1 < len(node) == self.parts)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HierarchicalSpec(CollectiveSpec):
     """Arguments of hierarchical_allreduce; ``node_ids`` has the number of each rank's node.
 
-    With ``inter`` "host", codes between nodes are sent from host memory, also if the values are on a GPU. Without
-    ``exact`` the schedule has an alternative with collectives of the library inside nodes.
+    With ``inter`` "host", codes between nodes are sent from host memory, also if the values are on a GPU.
     """
 
     name = "hierarchical_allreduce"
     keeps_state = True
+    algorithms = AllReduceSpec.algorithms
 
     op: str
     intra: Codec
@@ -82,7 +76,6 @@ class HierarchicalSpec(CollectiveSpec):
     node_ids: tuple[int, ...]
     algorithm: str
     inter: str | None = None
-    exact: bool = True
 
     @classmethod
     def from_arguments(
@@ -94,29 +87,17 @@ class HierarchicalSpec(CollectiveSpec):
         node_ids: Sequence[int] = (),
         algorithm: str = "auto",
         inter: str | None = None,
-        exact: bool = True,
     ) -> Self:
-        """Check the arguments; ``shared`` are those of common()."""
+        """See CollectiveSpec."""
         if inter not in (None, "host"):
             raise ArgumentError(
                 f"inter={inter!r} cannot be had; between nodes codes go as the communicator's other transfers do "
                 f'(None), or from host memory ("host")'
             )
-        if not isinstance(exact, bool):
-            raise ArgumentError(f"exact must be True or False, not {exact!r}")
         one_of(layout, LAYOUTS, "layout")
-        one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
-        checked = common(*shared)
-        return cls(
-            **checked,
-            op=op_of(op),
-            intra=intra_of(intra, checked["dtype"]),
-            layout=layout,
-            node_ids=integers(node_ids, "node_ids"),
-            algorithm=algorithm,
-            inter=inter,
-            exact=exact,
-        )
+        own: dict[str, Any] = {"op": op, "layout": layout, "algorithm": algorithm, "inter": inter}
+        own |= {"intra": intra_of(intra, dtypes.get(shared[1])), "node_ids": integers(node_ids, "node_ids")}
+        return cls.checked(*shared, **own)
 
     @classmethod
     def named(cls, call: Call) -> dict[str, Values]:
@@ -138,13 +119,11 @@ class HierarchicalSpec(CollectiveSpec):
         shown |= {"intra": codecs.identity(self.intra), "node_ids": list(self.node_ids)}
         if self.inter is None:
             del shown["inter"]
-        if self.exact:
-            del shown["exact"]
         return shown
 
     def state_owner(self, algorithm: str) -> str:
-        """With the algorithm between nodes; ``algorithm`` is the schedule's name, and ``exact`` does not count."""
-        return CollectiveSpec.state_owner(replace(self, exact=True), self.levels().algorithm)
+        """With the algorithm between nodes; ``algorithm`` is the schedule's name."""
+        return CollectiveSpec.state_owner(self, self.levels().algorithm)
 
     def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
         """See CollectiveSpec."""
@@ -155,30 +134,27 @@ class HierarchicalSpec(CollectiveSpec):
             )
         return CollectiveSpec.buffers(self, rank, size, in_place=in_place)
 
-    def levels(self) -> Levels:
-        """The nodes, the parts that have owners in each, and the algorithm that "auto" chooses between them."""
+    def choose(self, size: int) -> str:
+        """The algorithm between nodes. Two nodes send the same bytes either way, and one_shot quantises once."""
         nodes = ranks_by_node(self.node_ids)
-        parts = 1 if self.layout == "leader" else min(map(len, nodes))
-        algorithm = self.algorithm
-        if algorithm == "auto":
-            algorithm = choose_inter(self.count, len(nodes), parts, self.dtype, self.codec)
-        return Levels(nodes, parts, algorithm, self.intra)
+        part = -(-self.count // self._parts(nodes))
+        return "one_shot" if len(nodes) <= 2 else choose_allreduce(part, len(nodes), self.dtype, self.codec)
 
-    def native_groups(self) -> tuple[tuple[int, ...], ...]:
-        """See CollectiveSpec."""
-        return () if self.exact or not self.count else self.levels().native_groups()
+    def _parts(self, nodes: Sequence[Sequence[int]]) -> int:
+        return 1 if self.layout == "leader" else min(map(len, nodes))
+
+    def levels(self) -> Levels:
+        """The nodes, the parts that have owners in each, and the algorithm that runs between them."""
+        nodes = ranks_by_node(self.node_ids)
+        return Levels(nodes, self._parts(nodes), self.algorithm_for(len(self.node_ids)), self.intra)
 
     def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
-        levels, combine, here = self.levels(), Combine.of(self.op, group.size), self.node_ids[group.rank]
-
-        def make(native: bool) -> Schedule:
-            made = hierarchical(group, buffers, self.codec, combine, levels=levels, chunking=chunking, native=native)
-            if self.inter is None:
-                return made
-            elsewhere = (other for other, node in enumerate(self.node_ids) if node != here)
-            return replace(made, staged_peers=frozenset(elsewhere))
-
-        return replace(make(False), native=make(True)) if self.native_groups() else make(False)
+        combine, here = Combine.of(self.op, group.size), self.node_ids[group.rank]
+        made = hierarchical(group, buffers, self.codec, combine, levels=self.levels(), chunking=chunking)
+        if self.inter is None:
+            return made
+        elsewhere = (other for other, node in enumerate(self.node_ids) if node != here)
+        return replace(made, staged_peers=frozenset(elsewhere))
 
 
 def intra_of(intra: CodecLike, dtype: DType) -> Codec:
@@ -205,14 +181,6 @@ def intra_of(intra: CodecLike, dtype: DType) -> Codec:
     return found
 
 
-def choose_inter(count: int, nodes: int, parts: int, dtype: DType, codec: Codec) -> str:
-    """The algorithm between nodes that "auto" stands for.
-
-    Two nodes send the same bytes either way, and one_shot quantises once, as ByteGrad does.
-    """
-    return "one_shot" if nodes <= 2 else choose_allreduce(-(-count // parts), nodes, dtype, codec)
-
-
 def hierarchical(
     group: Group,
     buffers: CallerBuffers,
@@ -221,14 +189,11 @@ def hierarchical(
     *,
     levels: Levels,
     chunking: ChunkPolicy = NETWORK,
-    native: bool = False,
 ) -> Schedule:
     """Reduce each part to its owner in each node, all-reduce it among the owners, gather all parts in each node.
 
     Sources: ByteGrad of Bagua, section "Algorithm" (one owner in each node, "leader"); BytePS's design of gradient
     compression, "Design Overview" (two levels).
-
-    With ``native`` the nodes of levels.native_groups() do the first and the last by collectives of the library.
 
     ``codec`` encodes the values between nodes, in one or two rounds as in all-reduce; there it has its residuals. Its
     momentum is that of each rank's own values. "output" holds the sums of the node until the sums of all ranks replace
@@ -252,12 +217,8 @@ def hierarchical(
     last: list[Stage] = []
     rounds: list[Round | Slots] = []
     lag = 0  # of the stages that follow
-    if native and node.ranks in levels.native_groups():
-        scatter: ScatterReduce | NativeScatterReduce = NativeScatterReduce(node, up, buffers.source, combine.op)
-        gather: AllGather | NativeAllGather = NativeAllGather(node, down)
-    else:
-        scatter = ScatterReduce(node, up, buffers.source, name="up")
-        gather = AllGather(node, down, name="down", round_number=3)
+    scatter = ScatterReduce(node, up, buffers.source, name="up")
+    gather = AllGather(node, down, name="down", round_number=3)
     if node.size > 1:
         whole = combine if len(owners) == 1 else Combine(combine.op)  # a lone node's sum is the result
         stages += [(0, scatter.send), (up.lag, partial(scatter.reduce, combine=whole, wire=None, target=target))]

@@ -14,7 +14,7 @@ from qccl.codecs.base import Codec
 from qccl.collectives.operands import Arrays, CallerBuffers, Group
 from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import assemble, decode_chunk, encode_row, pipeline
-from qccl.collectives.spec import Binding, Call, CollectiveSpec, common
+from qccl.collectives.spec import Binding, Call, CollectiveSpec
 from qccl.collectives.wire import Encoding, Slots, exchange
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
@@ -38,10 +38,10 @@ class PeerExchangeSpec(CollectiveSpec):
     def from_arguments(
         cls, *shared: Any, send_to: Collection[int], receive_from: Collection[int], applied: bool
     ) -> Self:
-        """Check the arguments; ``shared`` are those of common()."""
+        """See CollectiveSpec."""
         to = tuple(sorted(integers(send_to, "send_to")))
         back = tuple(sorted(integer(peer, "each key of replicas") for peer in receive_from))
-        return cls(**common(*shared), send_to=to, receive_from=back, applied=applied)
+        return cls.checked(*shared, send_to=to, receive_from=back, applied=applied)
 
     @classmethod
     def named(cls, call: Call) -> dict[str, Values]:

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, Self
 
-from qccl.arguments import OpLike, op_of
+from qccl.arguments import OpLike
 from qccl.arrays import Values, is_part_of
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
@@ -19,7 +19,7 @@ from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group, Nodes,
 from qccl.collectives.partitions import Segment, partition_as_given
 from qccl.collectives.parts import PartsSpec, parts_of
 from qccl.collectives.rounds import ScatterReduce, alone, assemble, pipeline
-from qccl.collectives.spec import Binding, CollectiveSpec, common
+from qccl.collectives.spec import Binding, CollectiveSpec
 from qccl.collectives.wire import ALIGNMENT, Encoding
 from qccl.schedule import Buffer, Role, Schedule, Span
 
@@ -37,8 +37,8 @@ class ReduceScatterSpec(PartsSpec):
 
     @classmethod
     def from_arguments(cls, *shared: Any, op: OpLike = "sum", counts: Sequence[int] | None = None) -> Self:
-        """Check the arguments; ``shared`` are those of common()."""
-        return cls(**common(*shared), op=op_of(op), parts=parts_of(counts))
+        """See CollectiveSpec; ``counts``: the lengths of the parts."""
+        return cls.checked(*shared, op=op, parts=parts_of(counts))
 
     def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
         """See CollectiveSpec."""

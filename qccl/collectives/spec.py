@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 from qccl import codecs, dtypes
-from qccl.arguments import CodecLike, chunk_of, count_of
+from qccl.arguments import CodecLike, chunk_of, count_of, integer, one_of, op_of
 from qccl.arrays import Memory, Values, same_or_disjoint
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
@@ -18,7 +18,7 @@ from qccl.dtypes import DType, DTypeLike
 from qccl.errors import ArgumentError
 from qccl.schedule import Buffer, Role, Schedule
 
-__all__ = ["Binding", "Call", "CollectiveSpec", "check_root", "common", "common_order", "input_and_output"]
+__all__ = ["Binding", "Call", "CollectiveSpec", "check_root", "common_order", "input_and_output"]
 
 #: types whose values never change, and equal only values of their type that mean the same
 _PLAIN = frozenset({str, int, bool, type(None)})
@@ -92,9 +92,9 @@ class Binding(NamedTuple):
 class CollectiveSpec(ABC):
     """The checked arguments of a call: the key of its programs, and the text that the ranks compare.
 
-    A subclass adds its own parameters and a class method ``from_arguments(count, dtype, codec, chunk, order, *, ...)``
-    that checks all of them. The caller's arrays have the names of the schedule's buffers: "input", "output". A subclass
-    with other arrays overrides ``named``.
+    A subclass adds its own parameters, and overrides ``from_arguments`` if some of them need checks that are not those
+    of their name (``_CHECKS``). The caller's arrays have the names of the schedule's buffers: "input", "output". A
+    subclass with other arrays overrides ``named``.
 
     Attributes:
         count: elements of the whole vector.
@@ -107,6 +107,8 @@ class CollectiveSpec(ABC):
     keeps_state: ClassVar[bool] = False
     #: the array whose elements are the whole vector, if this rank has it; otherwise its first array is
     whole: ClassVar[str] = "input"
+    #: the names of its algorithms, if it has several; then it has a field ``algorithm``, and overrides ``choose``
+    algorithms: ClassVar[tuple[str, ...]] = ()
 
     count: int
     dtype: DType
@@ -127,6 +129,31 @@ class CollectiveSpec(ABC):
                 f"use {codec.plain.spec()}, or a collective with state: allreduce, hierarchical_allreduce and "
                 f"reduce_scatter, with op sum or avg, or peer_exchange"
             )
+
+    @classmethod
+    def from_arguments(cls, *shared: Any, **own: Any) -> Self:
+        """Check the arguments: ``shared`` are those of checked(). Raises ArgumentError, CodecError."""
+        return cls.checked(*shared, **own)
+
+    @classmethod
+    def checked(
+        cls, count: int, dtype: DTypeLike, codec: CodecLike, chunk: int | None, order: str = "C", **own: Any
+    ) -> Self:
+        """The spec with these fields, of which those that several collectives have are checked."""
+        checked = {name: _CHECKS[name](value) if name in _CHECKS else value for name, value in own.items()}
+        if cls.algorithms and "algorithm" in own:
+            one_of(own["algorithm"], ("auto", *cls.algorithms), "algorithm")
+        checked |= {"count": count_of(count), "dtype": dtypes.get(dtype), "codec": codecs.get(codec)}
+        return cls(chunk=chunk_of(chunk), order=order, **checked)
+
+    def algorithm_for(self, size: int) -> str:
+        """The algorithm with which ``size`` ranks make the call."""
+        named: str = getattr(self, "algorithm", "auto")
+        return self.choose(size) if named == "auto" else named
+
+    def choose(self, size: int) -> str:
+        """The algorithm that "auto" stands for; all ranks choose alike."""
+        raise NotImplementedError
 
     @classmethod
     def from_call(cls, call: Call) -> tuple[list[Self], dict[str, Values]]:
@@ -172,10 +199,6 @@ class CollectiveSpec(ABC):
 
     def pairs(self, rank: int, size: int) -> tuple[str, ...]:
         """For each rank, the text on which this rank and that one must agree beside text(); () for nothing."""
-        return ()
-
-    def native_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of the collectives in Schedule.native. All ranks make all groups, also those that are in none."""
         return ()
 
     def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
@@ -253,15 +276,8 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or isinstance(value, Codec)
 
 
-def common(count: int, dtype: DTypeLike, codec: CodecLike, chunk: int | None, order: str = "C") -> dict[str, Any]:
-    """Check the parameters that every collective has; returns the fields of CollectiveSpec."""
-    return {
-        "count": count_of(count),
-        "dtype": dtypes.get(dtype),
-        "codec": codecs.get(codec),
-        "chunk": chunk_of(chunk),
-        "order": order,
-    }
+#: checks of parameters that several collectives have
+_CHECKS: dict[str, Callable[[Any], Any]] = {"op": op_of, "root": partial(integer, what="root"), "each": tuple}
 
 
 def check_root(root: int, size: int) -> None:

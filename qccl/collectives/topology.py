@@ -15,13 +15,11 @@ from typing import Any
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.none import NoCodec
 from qccl.collectives.all_gather import AllGatherSpec
-from qccl.collectives.allreduce import ALLREDUCE, AllReduceSpec, choose_allreduce
-from qccl.collectives.broadcast import TREES, BroadcastSpec
+from qccl.collectives.allreduce import AllReduceSpec
 from qccl.collectives.coalesced import CoalescedSpec, HierarchicalCoalescedSpec
-from qccl.collectives.hierarchical import HierarchicalSpec, choose_inter
+from qccl.collectives.hierarchical import HierarchicalSpec
 from qccl.collectives.operands import ranks_by_node
 from qccl.collectives.partitions import HOP_NBYTES
-from qccl.collectives.reduce import REDUCE, ReduceSpec
 from qccl.collectives.reduce_scatter import ReduceScatterSpec
 from qccl.collectives.spec import CollectiveSpec
 from qccl.schedule import Encode, Exchange, Reduce, Schedule
@@ -72,22 +70,15 @@ def ways(spec: CollectiveSpec, node_ids: Sequence[int]) -> dict[str, CollectiveS
     if isinstance(spec, ReduceScatterSpec | AllGatherSpec):
         found: dict[str, CollectiveSpec] = {_ONE_LEVEL: spec}
         return found | ({_TWO_LEVELS: _in_levels(spec, tuple(node_ids))} if is_mixed else {})
-    known = next((names for kind, names in _ALGORITHMS.items() if isinstance(spec, kind)), ())
+    if isinstance(spec, HierarchicalSpec):
+        return {}
     named = getattr(spec, "algorithm", "auto")
-    if known and named != "auto":
+    if named != "auto":
         return {named: spec}
-    found = {name: replace(spec, algorithm=name) for name in known}  # type: ignore[call-arg]
+    found = {name: replace(spec, algorithm=name) for name in spec.algorithms}  # type: ignore[call-arg]
     if isinstance(spec, AllReduceSpec) and is_mixed:
         found[_TWO_LEVELS] = _in_levels(spec, tuple(node_ids))
     return found
-
-
-#: the algorithms of the collectives that name one
-_ALGORITHMS: dict[type[CollectiveSpec], tuple[str, ...]] = {
-    AllReduceSpec: tuple(ALLREDUCE),
-    BroadcastSpec: TREES,
-    ReduceSpec: tuple(REDUCE),
-}
 
 
 def _in_levels(spec: CollectiveSpec, nodes: tuple[int, ...]) -> CollectiveSpec:
@@ -111,8 +102,7 @@ def costs(spec: CollectiveSpec, node_ids: Sequence[int]) -> tuple[Cost, Cost] | 
     alone = [[node] for node in range(len(nodes))]  # in two levels a node sends what one rank would
     if isinstance(spec, AllReduceSpec) and spec.algorithm == "auto":
         first, second = (codec.encoded_nbytes(spec.count, spec.dtype) for codec in spec.codec.rounds)
-        flat = choose_allreduce(spec.count, size, spec.dtype, spec.codec)
-        inter = choose_inter(spec.count, len(nodes), min(map(len, nodes)), spec.dtype, spec.codec)
+        flat, inter = (each.algorithm_for(size) for each in (spec, _in_levels(spec, tuple(node_ids))))
         return _of_allreduce(flat, nodes, first, second, 0), _of_allreduce(inter, alone, first, second, 2)
     if isinstance(spec, ReduceScatterSpec | AllGatherSpec):
         gathers = isinstance(spec, AllGatherSpec)

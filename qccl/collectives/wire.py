@@ -95,12 +95,12 @@ class Slots:
         nbytes = len(self.parts) * self._depth * self.encoding.slot_nbytes
         return {self._name: Buffer(nbytes, None, Role.WORK)} if self.parts else {}
 
-    def wires(self, k: int, *, whole: bool = False) -> dict[int, Span]:
-        """The codes of chunk ``k``, by peer; ``whole``: the slots that hold them."""
+    def wires(self, k: int) -> dict[int, Span]:
+        """The codes of chunk ``k``, by peer."""
         nbytes = self.encoding.slot_nbytes
         start, found = k % self._depth * len(self.parts) * nbytes, {}
         for peer, part in self.parts.items():
-            found[peer] = Span(self._name, start, start + (nbytes if whole else self.encoding.nbytes(part, k)))
+            found[peer] = Span(self._name, start, start + self.encoding.nbytes(part, k))
             start += nbytes
         return found
 

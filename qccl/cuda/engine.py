@@ -103,8 +103,6 @@ class CudaEngine:
         """Prepare a schedule of this rank: compile its kernels, write its tables, and make room in the workspace."""
         self._check_usable()
         schedule.check_rank(self.rank, self.size)
-        if schedule.native is not None:
-            schedule = schedule.native
         cuda_source.check_codecs(schedule)
         proxy = self._make_proxy() if schedule.staged_peers else None
         with translated, on_device(self.device.number):
@@ -199,11 +197,6 @@ class CudaEngine:
     def _log_waiting(self, header: Header) -> LoggedCall:
         """A call for which the host waits until the other ranks have come to it, too."""
         return self._log.add(header.sequence, self.numbers.calls, header.text, Deadline(self.timeout))
-
-    def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
-        """Collective: split the NCCL communicator by groups of ranks, where that was not done before."""
-        self._check_usable()
-        self.transport.make_groups(groups)
 
     def check(self, timeout: float, stream: int | None = None) -> None:
         """Wait for all pending runs, and for ``stream``; raise their failures."""

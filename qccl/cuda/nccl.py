@@ -29,7 +29,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from qccl import threads
 from qccl.cuda.garbage import Garbage
 from qccl.cuda.libraries import (
     DEVICE_TO_HOST,
@@ -50,15 +49,12 @@ from qccl.cuda.nccl_library import UINT8, BareCommunicator, set_up, with_reason
 from qccl.cuda.nccl_memory import NcclMemory, check_registration
 from qccl.cuda.workspace import RESERVED_NBYTES
 from qccl.deadline import Deadline
-from qccl.dtypes import DType
 from qccl.errors import ArgumentError, EngineError, QcclError
 from qccl.transports.base import Call, DeviceTransfer, DeviceTransport, Transport, split_groups
 from qccl.transports.topology import find_topology, machine
 
 __all__ = ["NcclTransport"]
 
-#: ncclRedOp_t
-_OPS = {"sum": 0, "max": 2, "min": 3}
 _ABORT_SECONDS = 5.0
 _IN_PROGRESS = 7
 _ALIGNMENT = 64
@@ -77,9 +73,6 @@ class NcclTransport(DeviceTransport):
         self.host: Transport | None = None
         self.comm = comm
         self._timeout = timeout
-        self._groups: dict[tuple[int, ...], Any] = {tuple(range(comm.size())): comm}  # the latest of these ranks
-        self._comms = [comm]
-        self._made: set[tuple[tuple[int, ...], ...]] = set()  # by make_groups()
         self._gone = False
         self._asking = threading.Lock()  # held while NCCL is asked for errors, so that nobody frees the communicator
         self._memories: list[NcclMemory] = []  # registered with all communicators
@@ -89,7 +82,7 @@ class NcclTransport(DeviceTransport):
             self._stream = cuda.Stream(non_blocking=True, priority=TRANSFER_PRIORITY)
             self._event = cuda.Event(disable_timing=True)
         self.stream: int = self._stream.ptr
-        Garbage(device).drop_with(self, self._comms, self._memories, self._lost, [self._stream, self._event])
+        Garbage(device).drop_with(self, [comm], self._memories, self._lost, [self._stream, self._event])
         try:
             set_up(device, timeout, "the first transfers", self._connect)
             notes = self.allgather(f"{machine()}\n{hardware_of(device)}".encode(), timeout)
@@ -184,43 +177,12 @@ class NcclTransport(DeviceTransport):
         calls += [(comm.send, (transfer.address, transfer.nbytes, UINT8, transfer.peer, stream)) for transfer in sends]
         return [(_grouped, (calls,))]
 
-    def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
-        """Collective: split the NCCL communicator by groups. Does nothing for groups that exist."""
-        if groups in self._made or groups == (tuple(range(self.size)),):
-            return
-        self._check_alive()
-        color = next((i for i, ranks in enumerate(groups) if self.rank in ranks), -1)
-        key = groups[color].index(self.rank) if color >= 0 else 0
-        comm = set_up(self.device, self._timeout, "the split", lambda: self.comm.commSplit(color, key))
-        self._made.add(groups)
-        if comm is not None:
-            self._groups[groups[color]] = comm
-            self._comms.append(comm)
-            for memory in self._memories:
-                self._register(memory, comm)
-
-    def collective(
-        self,
-        ranks: tuple[int, ...],
-        dtype: DType,
-        op: str | None,
-        send: DeviceTransfer,
-        receive: DeviceTransfer,
-        stream: int,
-    ) -> list[Call]:
-        """One call: ncclReduceScatter with ``op``, ncclAllGather without."""
-        comm, count = self._groups[ranks], min(send.nbytes, receive.nbytes) // dtype.itemsize
-        if op is None:
-            return [(comm.allGather, (send.address, receive.address, count, dtype.nccl, stream))]
-        return [(comm.reduceScatter, (send.address, receive.address, count, dtype.nccl, _OPS[op], stream))]
-
     def check(self) -> None:
-        """Raise the asynchronous error of any of its NCCL communicators, unless it was aborted here."""
+        """Raise the asynchronous error of its NCCL communicator, unless it was aborted here."""
         try:
             with self._asking:
                 if not self._gone:
-                    for comm in self._comms:
-                        comm.check_async_error()
+                    self.comm.check_async_error()
         except Exception as error:
             if not (isinstance(error, KeyError) and error.args == (_IN_PROGRESS,)):
                 self._raise(error)
@@ -232,8 +194,11 @@ class NcclTransport(DeviceTransport):
         self._check_alive()
         memory = NcclMemory(self.device, nbytes)
         try:
-            for comm in self._comms:
-                self._register(memory, comm)
+            with on_device(self.device):
+                memory.register(self.comm)
+        except Exception as error:
+            memory.free()
+            self._raise(error)
         except BaseException:
             memory.free()
             raise
@@ -258,13 +223,6 @@ class NcclTransport(DeviceTransport):
                     self._memories.clear()
                 return None
         return memory
-
-    def _register(self, memory: NcclMemory, comm: Any) -> None:
-        try:
-            with on_device(self.device):
-                memory.register(comm)
-        except Exception as error:
-            self._raise(error)
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -304,10 +262,8 @@ class NcclTransport(DeviceTransport):
             memory.keep()  # other ranks may read it until they abort, too
         if self.host is not None:
             self.host.abort(reason)
-        for comm in self._comms[1:]:  # all at once: a kernel of one may be queued behind a kernel of another
-            with contextlib.suppress(EngineError):  # the interpreter is ending
-                threads.start(threading.Thread(target=_abort, args=(comm,), daemon=True))
-        _abort(self.comm)
+        with contextlib.suppress(Exception):  # NCCL sets its flags before it calls CUDA, which may block
+            bounded(None, _ABORT_SECONDS, "abort", self.comm.abort)
 
     def close(self) -> None:
         """Release the communicator. NCCL waits until all CUDA graphs with its transfers are deleted."""
@@ -319,8 +275,7 @@ class NcclTransport(DeviceTransport):
             except QcclError:
                 memory.keep()  # NCCL forgets it with the communicator
         try:
-            for comm in reversed(self._comms):
-                bounded(self.device, self._timeout, "the end of the communicator", comm.destroy)
+            bounded(self.device, self._timeout, "the end of the communicator", self.comm.destroy)
         except QcclError as error:  # NCCL will free it; to abort it as well would free it twice
             for memory in self._memories:
                 memory.keep()
@@ -398,9 +353,3 @@ def _grouped(calls: Sequence[Call]) -> None:
             function(*arguments)
     finally:
         nccl.groupEnd()
-
-
-def _abort(comm: Any) -> None:
-    """Abort a communicator; NCCL sets its flags before it calls CUDA, which may block."""
-    with contextlib.suppress(Exception):
-        bounded(None, _ABORT_SECONDS, "abort", comm.abort)

@@ -192,8 +192,6 @@ class CudaProgram:
         if task.exchange is None:
             return []
         sends, receives = (self._transfers(transfers) for transfers in (task.exchange.sends, task.exchange.recvs))
-        if (native := task.exchange.native) is not None:
-            return self._transport.collective(native.ranks, native.dtype, native.op, sends[0], receives[0], stream)
         return self._transport.exchange(sends, receives, stream)
 
     def _transfers(self, transfers: Sequence[Transfer]) -> list[DeviceTransfer]:

@@ -81,7 +81,7 @@ def _tasks(schedule: Schedule) -> Iterator[Task]:
     even if the hardware maps several streams to one queue.
     """
     for task in tasks(schedule, per_transfer=False):
-        if not (schedule.staged_peers and isinstance(task.op, Exchange)) or task.op.native is not None:
+        if not (schedule.staged_peers and isinstance(task.op, Exchange)):
             yield task
             continue
         near, far = _parted(task.op, schedule.staged_peers)

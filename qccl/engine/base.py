@@ -238,9 +238,6 @@ class Engine(Protocol):
         which rank cannot, and why, or an empty text. Raises MismatchError.
         """
 
-    def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
-        """Collective on CUDA: prepare the library's collectives in groups of ranks, where that was not done before."""
-
     def check(self, timeout: float, stream: int | None = None) -> None:
         """Wait for all runs that progress without this rank's calls (on CUDA also for ``stream``); raise failures."""
 

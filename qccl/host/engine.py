@@ -203,9 +203,6 @@ class HostEngine:
         """Nothing: the headers of every call are compared."""
         return ""
 
-    def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
-        """Nothing: the host runs no collectives of a library."""
-
     def check(self, timeout: float, stream: int | None = None) -> None:
         """Raise the failure of the group, if it has failed, here or by a control message that has come."""
         self.step()

@@ -16,7 +16,6 @@ from qccl.errors import EngineError
 
 if TYPE_CHECKING:
     from qccl._host import Wire
-    from qccl.dtypes import DType
 
 __all__ = ["Call", "DeviceTransfer", "DeviceTransport", "Group", "Transport", "numbered", "split_groups"]
 
@@ -212,26 +211,6 @@ class DeviceTransport(Group):
     @abstractmethod
     def exchange(self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int) -> list[Call]:
         """The calls that put one group of transfers on ``stream``. They neither block nor allocate."""
-
-    @abstractmethod
-    def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
-        """Collective: prepare collective() among the ranks of each group, where that was not done before."""
-
-    @abstractmethod
-    def collective(
-        self,
-        ranks: tuple[int, ...],
-        dtype: DType,
-        op: str | None,
-        send: DeviceTransfer,
-        receive: DeviceTransfer,
-        stream: int,
-    ) -> list[Call]:
-        """The calls of a collective of the library on ``stream``: with ``op`` a reduce-scatter, without an all-gather.
-
-        ``send`` is the first of the parts that the rank gives, ``receive`` of those that it gets; all have one size and
-        the order of ``ranks``, which is one of make_groups().
-        """
 
     @abstractmethod
     def check(self) -> None:

@@ -190,15 +190,6 @@ def test_memory_is_registered_before_its_use_and_forgotten_before_the_communicat
     assert not any(comm.registered for comm in world.communicators.values())
 
 
-@on_gpus(4)
-def test_also_with_the_communicators_of_nodes(comm, world, cupy):
-    x = fake_cuda.array(values(comm.rank, 1000), comm.rank)
-    comm.hierarchical_allreduce(x, node_ids=[0, 0, 1, 1], exact=False)
-    comm.check()
-    both = [each.registered.values() for each in comm.transport._comms]
-    assert [list(each) for each in both] == [[comm.transport.reserved.ptr]] * 2
-
-
 @pytest.mark.parametrize("reason", ["version", "other library", "registration", "setting", "room"])
 def test_where_one_rank_cannot_register_none_does(reason, world, cupy, monkeypatch, caplog):
     """NCCL's transfers are undefined where one rank's memory is registered and another's is not."""

@@ -7,7 +7,6 @@ them.
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import threading
 from collections import defaultdict, deque
@@ -99,22 +98,6 @@ class NcclCommunicator:
             ctypes.memmove(target, total.ctypes.data, nbytes)
 
         self._together(source, target, nbytes, stream, reduce)
-
-    def reduceScatter(self, source: int, target: int, count: int, datatype: int, op: int, stream: int) -> None:
-        """In the ranks' order and in fp32, as qccl adds, so that results can be compared byte for byte."""
-        dtype = np.dtype({7: np.float32, 6: np.float16}[datatype])
-        combine = {0: np.add, 2: np.maximum, 3: np.minimum}[op]
-        nbytes = count * dtype.itemsize
-
-        def reduce(parts: dict[int, tuple[int, int, int]]) -> None:
-            mine = [ctypes.string_at(parts[r][0] + self._rank * nbytes, nbytes) for r in sorted(parts)]
-            with np.errstate(all="ignore"):  # a slot has undefined bytes behind its chunk
-                total = functools.reduce(combine, [np.frombuffer(part, dtype).astype(np.float32) for part in mine])
-                result = total.astype(dtype)
-            ctypes.memmove(target, result.ctypes.data, nbytes)
-
-        self._world.calls.append(("reduceScatter", self._meeting.size))
-        self._together(source, target, nbytes * self._meeting.size, stream, reduce)
 
     def _together(self, source: int, target: int, nbytes: int, stream: int, finish: Any) -> None:
         meeting, number = self._meeting, next(self._collective)
