@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import statistics
 import time
@@ -20,12 +19,11 @@ from qccl.bench.options import DTYPES
 from qccl.bench.params import (
     AT_LEAST_0,
     AT_LEAST_1,
-    STDOUT,
     codec_list,
     codec_of,
     list_of,
     option,
-    output_file_or_stdout,
+    output_file,
     parse_size,
     write_json,
 )
@@ -37,7 +35,7 @@ __all__ = ["DEFAULT_CODECS", "Speed", "codec", "measure_codec", "time_operations
 
 #: measured by default
 DEFAULT_CODECS = ",".join(codecs.examples())
-_JSON_HELP = "Write the figures, after each row; -: to standard output, the table to standard error."
+_JSON_HELP = "Write the figures, after each row."
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Speed:
 @option("--codec specs", codec_list, "LIST", f"Codecs to measure [{DEFAULT_CODECS}].", DEFAULT_CODECS)
 @option("--sources", AT_LEAST_1, "N", "Codes that a reduce combines [3].", 3)
 @option("-t --threads", AT_LEAST_1, "N", "Threads that share an operation [1].", 1)
-@option("-J --json path", output_file_or_stdout, "FILE", _JSON_HELP)
+@option("-J --json path", output_file, "FILE", _JSON_HELP)
 def codec(
     size: int,
     iters: int,
@@ -111,28 +109,23 @@ def codec(
         raise click.ClickException(f"the host extension cannot be loaded ({error}); install qccl again") from error
     if size < 4:
         raise click.UsageError(f"-b {size} has no whole element; give 4 or more")
-    show = partial(click.echo, err=path == STDOUT)
-    show(
+    click.echo(
         f"# qccl-bench {qccl.__version__} codec, {size} bytes, {iters} passes, kernels for {isa}, "
         f"{f'{threads} threads' if threads > 1 else 'one core'}\n#"
     )
-    show("\n".join(_header(sources)))
+    click.echo("\n".join(_header(sources)))
     results: list[dict[str, Any]] = []
     document = {"qccl_version": qccl.__version__, "isa": isa, "threads": threads, "results": results}
-    try:
-        for spec, name in itertools.product(specs, names):
-            dtype = dtypes.get(DTYPES[name])
-            speed = measure_codec(codec_of(spec), dtype, size, iters, warmup_iters, sources, threads)
-            show(_line(speed, name))
-            shares = {op: speed.share(op) for op in ("encode", "decode", "reduce")}
-            results.append(asdict(speed) | {"share": shares})
-            if path not in (None, STDOUT):
-                write_json(path, document)
-    finally:
-        if path == STDOUT:
-            click.echo(json.dumps(document, indent=1))
-    if path not in (None, STDOUT):
-        show(f"# Wrote {path}")
+    for spec, name in itertools.product(specs, names):
+        dtype = dtypes.get(DTYPES[name])
+        speed = measure_codec(codec_of(spec), dtype, size, iters, warmup_iters, sources, threads)
+        click.echo(_line(speed, name))
+        shares = {op: speed.share(op) for op in ("encode", "decode", "reduce")}
+        results.append(asdict(speed) | {"share": shares})
+        if path is not None:
+            write_json(path, document)
+    if path is not None:
+        click.echo(f"# Wrote {path}")
 
 
 def measure_codec(

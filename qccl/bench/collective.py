@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -21,7 +18,6 @@ from qccl.bench.options import DTYPES, KINDS, OPS, Options, columns_help
 from qccl.bench.params import (
     AT_LEAST_0,
     AT_LEAST_1,
-    STDOUT,
     PositiveNumber,
     codec_list,
     intra_codec,
@@ -29,7 +25,6 @@ from qccl.bench.params import (
     nccl_only,
     option,
     output_file,
-    output_file_or_stdout,
     parse_size,
 )
 from qccl.bench.plain import LIBRARIES
@@ -54,7 +49,7 @@ _PLAIN_HELP = (
     "has one]."
 )
 _LAYOUT_HELP = "Ranks that communicate between nodes: the first of each node, or each for a part [sharded]."
-_JSON_HELP = "Write nccl-tests' JSON, and more, after each size; -: to standard output, the table to standard error."
+_JSON_HELP = "Write nccl-tests' JSON, and more, after each size."
 
 
 #: options of all collectives, in the order of the help
@@ -81,7 +76,7 @@ _COMMON: tuple[Callable[[Any], Any], ...] = (
     *NETWORK_FLAGS,
     option("--nodes", AT_LEAST_1, "N", "With --link: number of nodes; the ranks of a node share memory and a link."),
     click.option("--link-per-rank", is_flag=True, help="With --nodes: each rank of a node has a link of its own."),
-    option("-J --json", output_file_or_stdout, "FILE", _JSON_HELP),
+    option("-J --json", output_file, "FILE", _JSON_HELP),
     option("--trace", output_file, "FILE", "Write a timeline of one call (largest size, first codec) for Perfetto."),
     nccl_only,
 )
@@ -137,21 +132,6 @@ def _run(ranks: int | None, options: Options) -> int:
     if launcher is None or (launcher.processes == 1 and wants_own):
         return _start(ranks or _DEFAULT_RANKS, options)
     return _join(launcher, ranks, options)
-
-
-@contextlib.contextmanager
-def _report_to_stdout(options: Options) -> Iterator[Options]:
-    """With ``--json -`` the last report goes to standard output at the end, also of a run that is stopped."""
-    if options.json != STDOUT:
-        yield options
-        return
-    with tempfile.TemporaryDirectory(prefix="qccl-bench-") as folder:
-        path = Path(folder) / "report.json"
-        try:
-            yield dataclasses.replace(options, json=str(path))
-        finally:
-            if path.exists():
-                click.echo(path.read_text(encoding="utf-8"))
 
 
 def _check(options: Options) -> None:
@@ -212,12 +192,11 @@ def _start(ranks: int, options: Options) -> int:
             f"--link-per-rank: traffic inside a node would cross the links over {way.transport}; give --transport mpi"
         )
     lab = o.network.lab(ranks, o.nodes, link_per_rank=o.link_per_rank)
-    stdout = sys.stderr if o.json == STDOUT else None
-    with _report_to_stdout(o) as given, lab or contextlib.nullcontext():
-        command = [sys.executable, "-P", "-m", "qccl.bench.worker", given.to_json()]
+    with lab or contextlib.nullcontext():
+        command = [sys.executable, "-P", "-m", "qccl.bench.worker", o.to_json()]
         command += [str(ranks)] if way.transport == "loopback" else []
         try:
-            return run_ranks(ranks, command, way=way, lab=lab, smallest=o.minbytes, stdout=stdout)
+            return run_ranks(ranks, command, way=way, lab=lab, smallest=o.minbytes)
         finally:
             Screen().clear()  # a rank that is stopped leaves its progress bar
 
@@ -238,6 +217,4 @@ def _join(launcher: Launcher, ranks: int | None, options: Options) -> int:
         raise click.UsageError(f"--ranks {ranks}, but {launcher.name} has started {launcher.size}; leave --ranks out")
     _check_calls(options, launcher.size)
     check_other_ranks(launcher)
-    to_stderr = contextlib.redirect_stdout(sys.stderr) if options.json == STDOUT else contextlib.nullcontext()
-    with _report_to_stdout(options) as given, to_stderr:
-        return run_rank(given)
+    return run_rank(options)

@@ -57,7 +57,7 @@ class Options:
         collective: a name in KINDS.
         root, layout, intra, inter: as in the collectives that have them.
         arrays: number of arrays in a coalesced call.
-        json, trace: files to write, or None; json may be STDOUT.
+        json, trace: files to write, or None.
         args: the command line.
     """
 

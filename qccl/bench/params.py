@@ -23,13 +23,11 @@ from qccl.errors import CodecError
 from qccl.files import check_writable, writing
 
 __all__ = [
-    *("AT_LEAST_0", "AT_LEAST_1", "STDOUT", "Link", "PositiveNumber", "codec_list", "codec_of", "format_size"),
-    *("imported", "intra_codec", "list_of", "nccl_only", "option", "output_file", "output_file_or_stdout"),
+    *("AT_LEAST_0", "AT_LEAST_1", "Link", "PositiveNumber", "codec_list", "codec_of", "format_size"),
+    *("imported", "intra_codec", "list_of", "nccl_only", "option", "output_file"),
     *("parse_link", "parse_loss", "parse_rate", "parse_size", "split_codecs", "write_json"),
 ]
 
-#: the value of --json that means standard output
-STDOUT = "-"
 AT_LEAST_0, AT_LEAST_1 = click.IntRange(min=0), click.IntRange(min=1)
 
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -243,6 +241,8 @@ def imported(module: str, name: str) -> Any:
 
 def output_file(text: str) -> str:
     """The absolute path of a file that can be written, or of a pipe, terminal or device."""
+    if text == "-":  # standard output, in earlier versions
+        raise ValueError("'-' is no file; give one, which is replaced after each size")
     path = os.path.abspath(text)
     try:
         check_writable(path)
@@ -250,11 +250,6 @@ def output_file(text: str) -> str:
         why = f"{text!r} cannot be written ({error.strerror}); give a file in a folder that exists"
         raise ValueError(why) from error
     return path
-
-
-def output_file_or_stdout(text: str) -> str:
-    """The absolute path of a file that can be written; "-" stays, and is standard output."""
-    return text if text == STDOUT else output_file(text)
 
 
 def write_json(path: str, document: Any) -> None:

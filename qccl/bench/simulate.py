@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -19,7 +18,6 @@ from qccl.bench.options import DTYPES, KINDS, NCCL_NAMES, OPS, Options, columns_
 from qccl.bench.params import (
     AT_LEAST_0,
     AT_LEAST_1,
-    STDOUT,
     Link,
     PositiveNumber,
     codec_list,
@@ -27,7 +25,6 @@ from qccl.bench.params import (
     list_of,
     option,
     output_file,
-    output_file_or_stdout,
     parse_rate,
     parse_size,
     write_json,
@@ -59,7 +56,7 @@ _ALGORITHM_HELP = "Algorithms to compare, e.g. auto,two_round; of several nodes 
 _ENCODE_HELP = "Values of float32 that a processor encodes in a second, e.g. 4GBps, with all codecs [measured here]."
 _DECODE_HELP = "Values of float32 that a processor decodes in a second."
 _PROCESSORS_HELP = "Processors of each rank, at most 1; 0.5 if two ranks share one [1]."
-_JSON_HELP = "Write the figures; -: to standard output, the table to standard error."
+_JSON_HELP = "Write the figures."
 _TRACE_HELP = "Write a timeline of one call (largest size, first codec) for Perfetto: the ranks of the first node."
 
 
@@ -87,7 +84,7 @@ def _names(text: str) -> tuple[str, ...]:
 @option("--chunk", AT_LEAST_1, "N", "Elements of a chunk, at most.")
 @option("--encode", parse_rate, "RATE", _ENCODE_HELP)
 @option("--decode", parse_rate, "RATE", _DECODE_HELP)
-@option("-J --json path", output_file_or_stdout, "FILE", _JSON_HELP)
+@option("-J --json path", output_file, "FILE", _JSON_HELP)
 @option("--trace", output_file, "FILE", _TRACE_HELP)
 def simulate(inter: Link, intra: Link, path: str | None, trace: str | None, **given: Any) -> None:
     """Compute the times of a COLLECTIVE on machines that you do not have, with each codec, from its schedules.
@@ -108,22 +105,19 @@ def simulate(inter: Link, intra: Link, path: str | None, trace: str | None, **gi
     algorithms = given.pop("algorithms")
     options = Options(**given, args=("qccl-bench", *sys.argv[1:]), json=path, trace=trace)
     _check(options, machines, algorithms, rates)
-    table_to_stderr = path == STDOUT
     run = _Run(options, machines, algorithms, _processor(options.codecs, rates))
     try:
         for line in run.lines():
-            click.echo(line, err=table_to_stderr)
+            click.echo(line)
     except (ArgumentError, CodecError) as error:
         raise click.UsageError(str(error)) from error
-    if path == STDOUT:
-        click.echo(json.dumps(run.document(), indent=1))
-    elif path is not None:
+    if path is not None:
         write_json(path, run.document())
     if trace is not None and run.traced is not None:
         write_trace(trace, run.traced.timeline.events)
     for written in (path, trace):
-        if written not in (None, STDOUT):
-            click.echo(f"# Wrote {written}", err=table_to_stderr)
+        if written is not None:
+            click.echo(f"# Wrote {written}")
 
 
 def _check(

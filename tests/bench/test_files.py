@@ -8,11 +8,10 @@ import stat
 from pathlib import Path
 
 import pytest
-from bench_runs import bench
-from separate_streams import invoke
+from click.testing import CliRunner
 
-from qccl.bench import collective, params
-from qccl.bench.options import Options
+from qccl.bench import params
+from qccl.bench.cli import main
 from qccl.bench.params import output_file
 
 
@@ -74,32 +73,9 @@ def test_the_temporary_name_cannot_be_foreseen(tmp_path: Path) -> None:
     assert victim.read_text() == "precious" and json.loads(path.read_text()) == [3]
 
 
-def test_json_of_the_kernels_goes_to_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ["codec", "-b", "64K", "-n", "1", "-d", "float", "--codec", "minmax8,none", "--json"]
-    result = invoke(*flags, "-")
-    assert result.exit_code == 0, result.output
-    assert [row["codec"] for row in json.loads(result.stdout)["results"]] == ["minmax8", "none"]
-    assert "memcpy" in result.stderr
-
-
-@pytest.mark.mpi
-def test_json_on_standard_output_and_the_table_on_standard_error() -> None:
-    flags = ["--ranks=2", "-b4K", "-e4K", "-n2", "--codec=minmax8,onebit+ef", "--json=-"]
-    done = bench("allreduce", *flags)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["complete"] and [row["codec"] for row in found["results"]] == ["minmax8", "onebit+ef"]
-    assert "# Out of bounds values : 0 OK" in done.stderr
-
-
-def test_the_report_comes_though_the_run_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(ranks, command, *, stdout, **given):
-        params.write_json(Options.from_json(command[-1]).json, {"results": [1]})
-        print("a row", file=stdout)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(collective, "detect", lambda: None)
-    monkeypatch.setattr(collective, "run_ranks", stopped)
-    result = invoke("allreduce", "--json=-")
-    assert result.exit_code == 130 and json.loads(result.stdout) == {"results": [1]}
-    assert result.stderr.startswith("a row\n")
+def test_json_of_the_kernels(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    flags = ["-b", "64K", "-n", "1", "-d", "float", "--codec", "minmax8,none", "--json", str(path)]
+    result = CliRunner().invoke(main, ["codec", *flags])
+    assert result.exit_code == 0 and "memcpy" in result.output, result.output
+    assert [row["codec"] for row in json.loads(path.read_text())["results"]] == ["minmax8", "none"]

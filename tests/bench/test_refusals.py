@@ -36,6 +36,7 @@ allreduce --codec minmax8:bukket=8 -> bukket | bucket
 allreduce --algorithm ring -> 'auto', 'one_shot', 'two_round'
 allreduce --ranks 0 -> 0 is not in the range x>=1
 allreduce --link fast -> 'fast' is not a link's rate | 100mbit
+allreduce --json - -> '-' is no file; give one
 allreduce --json /nowhere/x.json -> '/nowhere/x.json' cannot be written
 allreduce --transport=loopback --link=1gbit -> threads use no network
 allreduce --transport=ucx --backend=cuda -> is for ranks on the host

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from separate_streams import invoke
 
 from qccl import codecs
 from qccl.bench import simulated as module
@@ -32,10 +32,12 @@ def run(*arguments: str) -> Result:
 
 def figures(*arguments: str) -> dict[str, Any]:
     """The JSON of a run whose codecs are not measured."""
-    result = invoke("simulate", *arguments, "--encode", "20GBps", "--decode", "20GBps", "--json", "-")
-    assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.json"
+        result = run(*arguments, "--encode", "20GBps", "--decode", "20GBps", "--json", str(path))
+        assert result.exit_code == 0, result.output
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
 
 
 def seconds(case: Case, codec: str, machines: Machines) -> float:
