@@ -432,7 +432,7 @@ def test_a_short_wait_is_not_prolonged(monkeypatch):
 
     monkeypatch.setattr(run_module.time, "sleep", sleep)
     nothing = SimpleNamespace(sweep=lambda: None, check_device=lambda: None, failure=None)
-    deadline = SimpleNamespace(is_over=lambda: False)
+    deadline = SimpleNamespace(is_over=False)
     run_module.PendingRuns.wait_until(nothing, lambda: clock[0] > 0.02, deadline, "")
     assert all(seconds <= max(10e-6, min(waited / 16, 500e-6)) for waited, seconds in naps)
     assert len(naps) < 200
