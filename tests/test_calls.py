@@ -99,7 +99,7 @@ def test_arguments_of_other_kinds_are_found(comm, preparations):
     x, y, z, w = map(ones, (COUNT, COUNT, 3, 3))
     bits = np.full(COUNT, 0x3F80, np.uint16)
     calls = [
-        lambda: comm.quantized_allreduce(x, op="max", timeout=10.0),
+        lambda: comm.quantized_allreduce(x, op="max", timeout=50.0),
         lambda: comm.quantized_allreduce(x, y, codec="none"),
         lambda: comm.quantized_allreduce(bits, dtype="bfloat16"),
         lambda: comm.quantized_allreduce(x, codec=codec, key="x", lr=1 / (1 + comm.calls)),

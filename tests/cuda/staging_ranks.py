@@ -12,7 +12,7 @@ import qccl
 from qccl.transports.loopback import LoopbackGroup
 
 
-def ranks(n: int, fn: Callable[[qccl.Communicator], Any], *, timeout: float = 20.0) -> list[Any]:
+def ranks(n: int, fn: Callable[[qccl.Communicator], Any], *, timeout: float = 60.0) -> list[Any]:
     """What ``fn(comm)`` returned or raised on each of ``n`` GPUs that met over loopback, as they would over MPI."""
     from qccl.cuda import CudaBackend
     from qccl.cuda.nccl import NcclTransport

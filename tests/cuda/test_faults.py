@@ -109,7 +109,7 @@ def test_a_group_is_closed_when_a_transfer_fails(comm, failed: threading.Event, 
 
 def test_a_communicator_that_is_dropped_lives_until_its_calls_are_done(world, cupy):
     """The device still uses the workspace and the arrays, even if nobody holds the communicator or the Work."""
-    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=10.0)
+    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=60.0)
     x, out = called(comm)
     world.frozen = True
     comm.quantized_allreduce(x, out, async_op=True)
@@ -123,7 +123,7 @@ def test_a_communicator_that_is_dropped_lives_until_its_calls_are_done(world, cu
 
 
 def test_what_a_failed_call_uses_stays_until_the_device_is_done(world, cupy):
-    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=10.0)
+    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=60.0)
     x, out = called(comm)
     world.ends = False
     with pytest.raises(qccl.CollectiveTimeout):
@@ -243,7 +243,7 @@ def test_a_communicator_that_does_not_end(world, cupy, monkeypatch):
 
 def test_events_are_of_the_communicators_gpu(world, cupy):
     """Also where the thread's current one is another, and more calls are under way than there are events ready."""
-    with qccl.Communicator(qccl.get_unique_id(), 0, 1, device=3, timeout=10.0) as comm:
+    with qccl.Communicator(qccl.get_unique_id(), 0, 1, device=3, timeout=60.0) as comm:
         x, out = (fake_cuda.array(values(0, 100, seed), 3) for seed in range(2))
         comm.quantized_allreduce(x, out)
         comm.check()
@@ -257,7 +257,7 @@ def test_events_are_of_the_communicators_gpu(world, cupy):
 
 def test_at_the_end_of_the_process(world, cupy):
     """Calls are waited for and the communicator is released, on a thread that the process need not wait for."""
-    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=10.0)
+    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=60.0)
     x, out = pair()
     comm.quantized_allreduce(x, out)
     importlib.import_module("qccl.cuda.engine")._live.end()

@@ -319,8 +319,8 @@ def test_the_timeout_of_calls_that_nobody_chose(cupy):
         assert comm.timeout == 600
     with qccl.init(backend="host") as comm:
         assert comm.timeout == 60
-    with qccl.init(backend="cuda", timeout=5) as comm:
-        assert comm.timeout == 5
+    with qccl.init(backend="cuda", timeout=500) as comm:
+        assert comm.timeout == 500
 
 
 @on_gpus(1)

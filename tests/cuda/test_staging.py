@@ -79,16 +79,20 @@ def test_each_thing_that_is_waited_for_matters(without, world, cupy, monkeypatch
     from qccl.cuda.staging import Staging
 
     wait, may_start, finish = Staging._wait, TransferBatch.may_start, HostProxy._finish
-    received, active = list[int](), threading.Event()
+    received, active, is_put = list[int](), threading.Event(), threading.Event()
 
     def run(comm: qccl.Communicator) -> bytes:
         x = fake_cuda.array(values(comm.rank, 20_000), comm.rank)
         comm.plan("hierarchical_allreduce", 20_000, **options(comm), algorithm="one_shot").bind(x)
         comm.barrier()
         received.clear()
+        is_put.clear()
         comm.barrier()
         active.set()
-        staged(comm, x, algorithm="one_shot")
+        work = staged(comm, x, algorithm="one_shot", async_op=True)
+        if comm.rank == 0:
+            is_put.set()
+        work.wait()
         comm.check()
         active.clear()
         return x.get().tobytes()
@@ -100,7 +104,7 @@ def test_each_thing_that_is_waited_for_matters(without, world, cupy, monkeypatch
 
     def ahead(batch: TransferBatch, message: Any) -> bool:
         if message.is_send and message.peer == 1:
-            if len(received) < 2:
+            if len(received) < 2 or not is_put.is_set():  # the proxy begins before the streams have all that follows
                 return False
             world.run(1000)  # all that the device can do before the message leaves
         return may_start(batch, message)
@@ -152,7 +156,7 @@ def test_bytes_between_nodes_go_over_the_host_and_no_others(world, cupy):
                 sent |= {"host": 0, "nccl": 0}
                 comm.hierarchical_allreduce(x, inter="host", **how)
                 comm.check()
-                comm._session.engine._proxy.close(Deadline(10.0))
+                comm._session.engine._proxy.close(Deadline(60.0))
                 found.append((sent["host"], sent["nccl"]))
                 comm._session.engine._proxy = None  # the next call makes another
         return found
@@ -254,7 +258,7 @@ def test_the_group_that_brings_ranks_together_stays_as_long_as_they(world, cupy,
     closed = []
     monkeypatch.setattr(LoopbackTransport, "close", lambda self: closed.append(self))
     group = LoopbackGroup(1).transport(0)
-    with qccl.Communicator._over(group, 0, 5.0) as comm:
+    with qccl.Communicator._over(group, 0, 60.0) as comm:
         assert comm.transport.host is group and not closed
     assert closed == [group]
     with pytest.raises(qccl.EngineError, match="device=99"):

@@ -262,7 +262,7 @@ def test_memory_of_an_aborted_communicator_is_never_freed(world, cupy):
 
 def test_a_communicator_that_is_dropped_gives_it_back(world, cupy):
     def run(rank):
-        comm = qccl.Communicator(unique_id, rank, 2, device=rank, timeout=10.0)
+        comm = qccl.Communicator(unique_id, rank, 2, device=rank, timeout=60.0)
         comm.quantized_allreduce(fake_cuda.array(values(rank, SMALL), rank), **CALL)
         comm.check()
 
