@@ -12,9 +12,23 @@ import pytest
 from codec_table import ALL
 
 from qccl import codecs, dtypes
-from qccl.codecs import Cast, Dithering, MinMax, NoCodec, OneBit, RandomK, TopK
+from qccl.codecs import (
+    Cast,
+    Dithering,
+    ErrorFeedback,
+    MinMax,
+    Momentum,
+    NoCodec,
+    OneBit,
+    RandomK,
+    TopK,
+    Trellis,
+    TwoRounds,
+)
 from qccl.errors import ArgumentError, CodecError
 
+FEEDBACK = ErrorFeedback(OneBit())
+BOTH = Momentum(ErrorFeedback(MinMax(bits=2, bucket=64)), 0.5)
 NATURAL = Dithering(5, "natural", "l2", seed=3)
 WORDS = {"byteps_dithering_partition": "natural", "byteps_dithering_normalize": "l2"}
 EVERY = [
@@ -60,10 +74,54 @@ EVERY = [
         ({"byteps_compressor_type": "topk", "byteps_compressor_k": "3"}, TopK(3)),
         ("randomk:k=8,block=64,seed=7,scale=true", RandomK(8, 64, 7, True)),
         ({"compressor": "randomk", "k": "8", "scaling": "true", "seed": "7"}, RandomK(8, seed=7, scale=True)),
+        ("onebit+ef", FEEDBACK),
+        (" onebit + ef ", FEEDBACK),
+        ({"compressor": "onebit", "ef": "vanilla"}, FEEDBACK),
+        ({"byteps_compressor": "onebit", "byteps_error_feedback_type": "vanilla"}, FEEDBACK),
+        ("onebit+nesterov", Momentum(OneBit(), 0.9)),
+        ("onebit+ef+nesterov", Momentum(FEEDBACK, 0.9)),
+        ("minmax2:bucket=64+ef+nesterov:mu=0.5", BOTH),
+        (
+            {"compressor": "minmax", "bits": "2", "bucket": 64, "ef": "vanilla", "momentum": "nesterov", "mu": "0.5"},
+            BOTH,
+        ),
+        (
+            {
+                "byteps_compressor": "minmax2",
+                "byteps_bucket": "64",
+                "byteps_error_feedback_type": "vanilla",
+                "byteps_momentum_type": "nesterov",
+                "byteps_momentum_mu": "5e-1",
+            },
+            BOTH,
+        ),
+        (BOTH, BOTH),
+        ("onebit+ef:beta=1,dtype=float32", FEEDBACK),
+        ("onebit+ef:beta=0.95", ErrorFeedback(OneBit(), 0.95)),
+        ({"compressor": "onebit", "ef": "vanilla", "ef_beta": "0.95"}, ErrorFeedback(OneBit(), 0.95)),
+        (
+            "cast:dtype=float16+ef:dtype=bfloat16,beta=5e-1+nesterov:mu=0.5",
+            Momentum(ErrorFeedback(Cast("float16"), 0.5, "bfloat16"), 0.5),
+        ),
+        (
+            {"compressor": "cast", "dtype": "float16", "ef": "vanilla", "ef_dtype": "bfloat16"},
+            ErrorFeedback(Cast("float16"), 1, "bfloat16"),
+        ),
+        ("minmax2:seed=1+nesterov:mu=1e-3", Momentum(MinMax(bits=2, seed=1), 0.001)),
+        ("minmax2+nesterov:mu=0", Momentum(MinMax(bits=2), 0)),
+        ("trellis2/trellis4", TwoRounds(Trellis(2), Trellis(4))),
+        ("trellis2/bits=4", TwoRounds(Trellis(2), Trellis(4))),
+        ("topk:k=8,block=64/k=9", TwoRounds(TopK(8, 64), TopK(9, 64))),
+        ("topk:k=8,block=64,values=exp4/topk:k=9,block=64", TwoRounds(TopK(8, 64, "exp4"), TopK(9, 64))),
+        ("minmax2/minmax8+ef", ErrorFeedback(TwoRounds(MinMax(2), MinMax(8)))),
+        ("minmax2/minmax8+ef+nesterov", Momentum(ErrorFeedback(TwoRounds(MinMax(2), MinMax(8))))),
     ],
+    ids=str,
 )
 def test_specifications(spec: Any, codec: codecs.Codec) -> None:
-    assert codecs.get(spec) == codec
+    assert codecs.get(spec) == codec and hash(codecs.get(spec)) == hash(codec)
+    assert codecs.get(codec.spec()) == codec and eval(repr(codec), vars(codecs)) == codec
+    assert codecs.identity(codec) == codec.spec()
 
 
 @pytest.mark.parametrize("codec", EVERY, ids=repr)
@@ -146,6 +204,40 @@ def test_the_second_round_has_the_fraction_of_the_first() -> None:
         ({"compressor": "minmax", "bits": True}, "bits=True"),
         ({"bits": 8, "byteps_bits": 8, "compressor": "minmax"}, "gives 'bits' twice"),
         (8, "a codec is a string, a dict or a Codec, not int"),
+        # decorators
+        ("onebit+", "there is no decorator ''; the decorators are ef, nesterov"),
+        ("onebit+eff", "no decorator 'eff'.*Did you mean 'ef'"),
+        ("onebit+nestrov", "Did you mean 'nesterov'"),
+        ("onebit+ef:mu=1", "ef has no key 'mu'; its keys: beta, dtype"),
+        ("onebit+ef:beta=0", "ef: beta=0 is not possible; allowed are numbers above 0, up to 1"),
+        ("onebit+ef:beta=1.01", "ef: beta=1.01 is not possible"),
+        ("onebit+ef:beta=nan", "ef: beta=nan is not possible"),
+        ("onebit+ef:dtype=float16", "ef: dtype='float16' is not possible; allowed are float32, bfloat16"),
+        ({"compressor": "onebit", "ef_beta": "0.5"}, "gives ef_beta, ef_dtype without ef; add ef='vanilla'"),
+        ("onebit+nesterov:nu=0.5", "nesterov has no key 'nu'; its keys: mu"),
+        ("onebit+nesterov:mu", "is not key=value"),
+        ("onebit+nesterov:mu=1", "mu=1 is not possible; allowed are numbers from 0 to below 1"),
+        ("onebit+nesterov:mu=-0.1", "mu=-0.1 is not possible"),
+        ("onebit+nesterov:mu=nan", "mu=nan is not possible"),
+        ("onebit+nesterov:mu=true", "mu=True is not possible"),
+        ("onebit+ef+ef", r"write onebit\+ef\+nesterov"),
+        ("onebit+nesterov+ef", r"momentum follows \+ef; write onebit\+ef\+nesterov"),
+        ("onebit+nesterov+ef+nesterov", r"momentum follows \+ef"),
+        ("onebit+ef+nesterov+nesterov", "has momentum already"),
+        ("+ef", "there is no codec ''"),
+        ("ef+onebit", "there is no codec 'ef'"),
+        ({"compressor": "onebit", "ef": "vanila"}, "ef='vanila' is not possible; give 'vanilla'"),
+        ({"compressor": "onebit", "ef": "vanilla", "error_feedback_type": "vanilla"}, "once"),
+        ({"compressor": "onebit", "momentum": "heavy"}, "momentum='heavy' is not possible; give 'nesterov'"),
+        ({"compressor": "onebit", "mu": "0.9"}, "gives mu without momentum"),
+        ({"compressor": "onebit", "ef": "vanilla", "mu": "0.9"}, "gives mu without momentum"),
+        ({"compressor": "onebit", "momentum": "nesterov", "mu": "0.9", "momentum_mu": "0.9"}, "or twice"),
+        # a codec for each round
+        ("minmax2/minmax4/minmax8", "has 2 times '/'; an all-reduce has two rounds: write A/B"),
+        ("minmax2/", "there is no codec ''"),
+        ("minmax2/minmix4", "there is no codec 'minmix4'.*Did you mean 'minmax'"),
+        ("minmax2/k=4", "minmax has no key 'k'; its keys: bits"),
+        ("minmax2+ef/minmax4", "no decorator 'ef/minmax4'"),
     ],
 )
 def test_wrong_specifications(spec: Any, message: str) -> None:

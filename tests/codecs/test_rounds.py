@@ -9,7 +9,7 @@ from thread_ranks import on_ranks
 
 import qccl
 from qccl import codecs
-from qccl.codecs import Codec, ErrorFeedback, MinMax, Momentum, TopK, Trellis, TwoRounds
+from qccl.codecs import ErrorFeedback, MinMax, TwoRounds
 from qccl.collectives.allreduce import AllReduceSpec
 from qccl.collectives.feedback import sums_of
 from qccl.collectives.hierarchical import intra_of
@@ -19,38 +19,6 @@ from qccl.schedule import Exchange
 
 SPARSE = "topk:k=8,block=128,values=exp4/k=32"
 PAIRS = (SPARSE, "trellis2:bucket=256/trellis4:bucket=384", "topk:k=5,block=64/none", "none/minmax4:bucket=64")
-
-
-@pytest.mark.parametrize(
-    ("spec", "codec"),
-    [
-        ("trellis2/trellis4", TwoRounds(Trellis(2), Trellis(4))),
-        ("trellis2/bits=4", TwoRounds(Trellis(2), Trellis(4))),
-        ("topk:k=8,block=64/k=9", TwoRounds(TopK(8, 64), TopK(9, 64))),
-        ("topk:k=8,block=64,values=exp4/topk:k=9,block=64", TwoRounds(TopK(8, 64, "exp4"), TopK(9, 64))),
-        ("minmax2/minmax8+ef", ErrorFeedback(TwoRounds(MinMax(2), MinMax(8)))),
-        ("minmax2/minmax8+ef+nesterov", Momentum(ErrorFeedback(TwoRounds(MinMax(2), MinMax(8))))),
-    ],
-)
-def test_specifications(spec: str, codec: Codec) -> None:
-    assert codecs.get(spec) == codec
-    assert codecs.get(codec.spec()) == codec
-    assert codecs.identity(codec) == codec.spec()
-
-
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
-        ("minmax2/minmax4/minmax8", "has 2 times '/'; an all-reduce has two rounds: write A/B"),
-        ("minmax2/", "there is no codec ''"),
-        ("minmax2/minmix4", "there is no codec 'minmix4'.*Did you mean 'minmax'"),
-        ("minmax2/k=4", "minmax has no key 'k'; its keys: bits"),
-        ("minmax2+ef/minmax4", "no decorator 'ef/minmax4'"),
-    ],
-)
-def test_specifications_that_are_refused(spec: str, reason: str) -> None:
-    with pytest.raises(CodecError, match=reason):
-        codecs.get(spec)
 
 
 @pytest.mark.parametrize("inside", [ErrorFeedback(MinMax(4)), TwoRounds(MinMax(2), MinMax(4)), "minmax8"])
