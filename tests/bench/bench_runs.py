@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import patience
@@ -134,16 +133,6 @@ def traces(pid: int) -> list[str]:
     folders = [Path(each) for each in ("/sys/class/net", "/run/netns", "/etc/netns")]
     names = [name for folder in folders if folder.is_dir() for name in os.listdir(folder)]
     return [name for name in names if re.search(rf"^(qccl-|qcclb|qv){pid}\b", name)]
-
-
-def within(seconds: float, condition) -> bool:
-    """Whether ``condition()`` becomes true in time."""
-    limit = patience.Limit(seconds)
-    while limit.left():
-        if condition():
-            return True
-        time.sleep(0.05)
-    return bool(condition())
 
 
 def workers(pid: int) -> list[int]:

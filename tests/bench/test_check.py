@@ -236,8 +236,8 @@ def test_right_results_of_every_codec_inside_nodes() -> None:
     [
         ("hierarchical_allreduce", SHARED | {"intra": "none"}),
         ("hierarchical_allreduce", LED | {"intra": "none"}),
-        ("reduce_scatter", {}),
-        ("peer_exchange", {}),
+        *((kind, {}) for kind in ("allreduce", "reduce_scatter", "peer_exchange")),
+        ("allreduce_coalesced", {"arrays": 3}),
     ],
 )
 def test_right_results_of_codecs_with_state(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import patience
 import pytest
-from bench_runs import COMMAND, OF_TWO_RANKS, ROOT, bench, started, traces, within, workers
+from bench_runs import COMMAND, OF_TWO_RANKS, ROOT, bench, started, traces, workers
 
 from qccl import codecs
 from qccl.bench import lab, start
@@ -40,13 +40,13 @@ def running(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
         for line in process.stdout:
             if "codec" in line and "size" in line:
                 break
-        assert within(10, lambda: len(workers(process.pid)) >= (3 if request.param == "mpi" else 2))
+        patience.wait_until(lambda: len(workers(process.pid)) >= (3 if request.param == "mpi" else 2), seconds=10)
         assert len(traces(process.pid)) == OF_TWO_RANKS
         yield process
     finally:
         process.kill()
         process.communicate(timeout=20)
-        within(20, lambda: not workers(process.pid))
+        patience.wait_until(lambda: not workers(process.pid), seconds=20)
         lab.remove_stale()
 
 
@@ -116,7 +116,7 @@ def test_signals_end_everything(running: subprocess.Popen[str], number: int) -> 
 def test_a_killed_run_is_cleaned_up_by_the_next(running: subprocess.Popen[str]) -> None:
     running.kill()
     running.communicate(timeout=20)
-    assert within(10, lambda: not workers(running.pid))  # the ranks end with their parent
+    patience.wait_until(lambda: not workers(running.pid), seconds=10)  # the ranks end with their parent
     assert len(traces(running.pid)) == OF_TWO_RANKS
     with Lab(1, parse_link("1gbit")):
         assert traces(running.pid) == []

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import patience
 import pytest
-from bench_runs import ROOT, bench, traces, within
+from bench_runs import ROOT, bench, traces
 
 from qccl.bench import lab, start
 from qccl.bench.lab import LabError
@@ -204,7 +205,7 @@ def test_the_delay_line_ends_with_a_process_that_is_killed_and_the_next_lab_remo
     finally:
         other.kill()
         other.communicate(timeout=20)
-    assert within(20, lambda: not Path(f"/proc/{line}").exists())
+    patience.wait_until(lambda: not Path(f"/proc/{line}").exists(), seconds=20)
     lab.remove_stale()
     assert traces(other.pid) == []
 

@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import patience
 import pytest
-from bench_runs import LAUNCHERS, within, workers
+from bench_runs import LAUNCHERS, workers
 
 from qccl.bench import processes
 from qccl.bench.processes import run_processes
@@ -37,7 +36,7 @@ def test_ranks_that_ignore_the_request_to_end_are_killed_even_when_the_time_is_u
         assert run_processes([(stubborn, os.environ)] * 3 + [(ends, os.environ)], file) == 3
         file.seek(0)
         assert file.read() == "up\n" * 3
-    assert within(30, lambda: not workers(os.getpid()))
+    patience.wait_until(lambda: not workers(os.getpid()), seconds=30)
 
 
 @pytest.mark.processes
@@ -46,15 +45,13 @@ def test_a_signal_while_ranks_start_leaves_none(number: int) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHERS}
     process = subprocess.Popen([sys.executable, "-c", STARTER], env=environment, stdin=subprocess.DEVNULL)
     try:
-        limit = patience.Limit(60)
-        while not workers(process.pid) and limit.left():
-            time.sleep(0.002)
+        patience.wait_until(lambda: workers(process.pid))
         process.send_signal(number)
         assert process.wait(40) == (-9 if number == signal.SIGKILL else 128 + number)
     finally:
         process.kill()
         process.wait(10)
-    assert within(30, lambda: not workers(process.pid))
+    patience.wait_until(lambda: not workers(process.pid), seconds=30)
 
 
 def test_signals_unwind_once() -> None:

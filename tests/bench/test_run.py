@@ -11,8 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+import patience
 import pytest
-from bench_runs import OF_TWO_RANKS, ROOT, bench, started, traces, within, workers
+from bench_runs import OF_TWO_RANKS, ROOT, bench, started, traces, workers
 from click.testing import CliRunner
 
 from qccl.bench import lab, start
@@ -180,5 +181,5 @@ def test_control_c_ends_everything_and_the_traffic_is_printed(link: str) -> None
     finally:
         process.kill()
         process.communicate(timeout=20)
-        within(20, lambda: not workers(process.pid))
+        patience.wait_until(lambda: not workers(process.pid), seconds=20)
         lab.remove_stale()

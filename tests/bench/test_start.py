@@ -13,7 +13,7 @@ from pathlib import Path
 
 import patience
 import pytest
-from bench_runs import COMMAND, ROOT, USERS, bench, codecs_of, started, within, workers
+from bench_runs import COMMAND, ROOT, USERS, bench, codecs_of, started, workers
 
 from qccl.bench import mpiexec, progress, start
 from qccl.errors import EngineError
@@ -171,7 +171,7 @@ def test_no_rank_outlives_the_command(transport: str, number: int) -> None:
         process.kill()
         process.wait(10)
     assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number) and "Traceback" not in errors
-    assert within(10, lambda: not workers(process.pid))
+    patience.wait_until(lambda: not workers(process.pid), seconds=10)
 
 
 @pytest.mark.processes
