@@ -14,7 +14,6 @@ ones stay.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,10 +25,9 @@ sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("support", "t
 
 import old_jax_training
 from old_trainings import SAVED_AFTER, SIZE, TRAININGS, Training, sum_of_steps
+from start_ranks import start_plain
 
 import qccl
-
-ROOT = Path(__file__).parents[2]
 
 
 def write_training(name: str, make: Callable[[qccl.Communicator], Training], folder: Path) -> None:
@@ -44,10 +42,9 @@ def write_training(name: str, make: Callable[[qccl.Communicator], Training], fol
 
 
 def write_torch(folder: Path) -> None:
-    command = ["tests/support/plain_ranks.py", str(SIZE), "tests/torch/old_torch_trainings.py", str(folder)]
-    path = os.pathsep.join([str(ROOT), *sys.path])
-    environment = {"QCCL_TRANSPORT": "ucx", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    subprocess.run([sys.executable, *command], cwd=ROOT, env=os.environ | environment, check=True)
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = start_plain(SIZE, "tests/torch/old_torch_trainings.py", str(folder), limit=600, **environment)
+    assert ended.status == 0, ended.output
 
 
 def write_profile(folder: Path) -> None:

@@ -1,28 +1,19 @@
-"""Starts Python processes with torchrun's variables, as mpiexec starts ranks: ``plain_ranks.py N ARGUMENT...``.
-
-With ``--import MODULE,...`` before the arguments the ranks are forks of this process, which has imported these modules:
-the import of PyTorch takes longer than many a run. Such ranks have the same seed for the hashes of texts, so a program
-whose ranks must not depend on the order of a set needs ranks that are no forks.
-
-The status is the first one that is not 0. Processes that have stopped are killed when all others have ended.
-"""
+"""Free ports, torchrun's variables, and ranks that run a program with these, as those of mpiexec do."""
 
 from __future__ import annotations
 
-import gc
-import importlib
+import json
 import os
 import random
 import runpy
-import signal
 import socket
 import sys
 from collections import deque
-from functools import partial
 from pathlib import Path
 
-from forked_ranks import Forks
-
+ROOT = Path(__file__).parents[2]
+#: the command of be_a_rank(): the arguments of Python, whether this process runs them itself, and a port
+COMMAND = "QCCL_TEST_COMMAND"
 _PORTS = range(20_000, 32_000, 32)
 _WORKERS = 8
 #: sockets whose names say to the other processes of tests which ports this one has found: the last of them
@@ -61,39 +52,18 @@ def torch_variables(rank: int, size: int, port: int) -> dict[str, str]:
     return {key: str(value) for key, value in (ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).items()}
 
 
-def be_a_rank(arguments: list[str], variables: dict[str, str], *, fork: bool) -> None:
-    """Run Python with ``arguments`` in this process, which is a fork, or anew."""
-    os.environ |= variables
-    if not fork:
+def be_a_rank(rank: int, size: int, address: str) -> None:
+    """The body of start_plain(): run Python with the arguments of the command in this process, or anew."""
+    arguments, is_fork, port = json.loads(os.environ.pop(COMMAND))
+    os.environ |= torch_variables(rank, size, int(address.rpartition(":")[2])) | {"QCCL_PORT": str(port)}
+    os.chdir(ROOT)
+    os.dup2(1, 2)  # one text, in the order in which it was written
+    if not is_fork:
         os.execv(sys.executable, [sys.executable, *arguments])
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).resolve().parent)
         runpy.run_path(arguments[0], run_name="__main__")
-
-
-def main() -> int:
-    size, arguments = int(sys.argv[1]), sys.argv[2:]
-    if fork := arguments[0] == "--import":
-        for name in arguments[1].split(","):
-            importlib.import_module(name)
-        arguments = arguments[2:]
-        gc.freeze()  # so that the ranks' last collection of garbage need not visit these objects
-    master_port, port = free_ports(2)
-    ranks = Forks()
-    for rank in range(size):
-        variables = torch_variables(rank, size, master_port) | {"QCCL_PORT": str(port)}
-        ranks.start(rank, partial(be_a_rank, arguments, variables, fork=fork))
-    for rank in ranks.as_they_end():
-        if code := ranks.statuses[rank]:  # a process that a signal ends says nothing itself
-            print(f"plain_ranks.py: rank {rank} ended with status {code}", file=sys.stderr, flush=True)
-    for rank in ranks.running:
-        print(f"plain_ranks.py: rank {rank} has stopped and is killed", file=sys.stderr, flush=True)
-        ranks.signal(rank, signal.SIGKILL)
-    return next((abs(code) for code in ranks.statuses.values() if code), len(ranks.running))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

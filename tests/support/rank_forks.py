@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import importlib
 import importlib.util
 import inspect
 import json
@@ -19,7 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,16 +50,25 @@ class Ended:
     at: float
 
 
-def run(size: int, body: Body, *, unreaped: int | None = None, **environment: str) -> list[Ended]:
+def run(
+    size: int,
+    body: Body,
+    *,
+    unreaped: int | None = None,
+    seconds: float = _SECONDS,
+    imported: Sequence[str] = (),
+    **environment: str,
+) -> list[Ended]:
     """Run ``body`` on ranks, and wait for all that do not stay stopped; these are killed.
 
-    Until the others have ended the rank ``unreaped`` is not waited for: UCX takes it to be alive.
+    Until the others have ended the rank ``unreaped`` is not waited for: UCX takes it to be alive. The process that
+    forks first imports the modules ``imported``.
     """
     with tempfile.TemporaryDirectory(prefix="ranks.") as folder:
         wanted = {
             **{"file": inspect.getfile(body), "name": body.__qualname__, "size": size, "unreaped": unreaped},
             "environment": os.environ | patience.environment() | environment,
-            **{"folder": folder, "address": f"127.0.0.1:{free_ports(1)[0]}"},
+            **{"seconds": seconds, "imported": imported, "folder": folder, "address": f"127.0.0.1:{free_ports(1)[0]}"},
         }
         print(json.dumps(wanted), file=_server().stdin, flush=True)
         ends = json.loads(_server().stdout.readline())
@@ -164,7 +174,9 @@ def _serve() -> None:
     for line in sys.stdin:
         wanted = json.loads(line)
         body = getattr(_module(wanted["file"]), wanted["name"])
-        ranks, limit = Forks(Path(wanted["folder"])), patience.Limit(_SECONDS)
+        for name in wanted["imported"]:
+            importlib.import_module(name)
+        ranks, limit = Forks(Path(wanted["folder"])), patience.Limit(wanted["seconds"])
         for rank in range(wanted["size"]):
             ranks.start(rank, partial(_be_a_rank, getattr(body, "body", body), rank, wanted))
         ranks.wait(limit, unreaped=wanted["unreaped"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,16 +10,15 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import patience
 import pytest
+import rank_forks
 from machines import RANKS_EACH
+from plain_ranks import COMMAND, ROOT, be_a_rank, free_ports
 
 from qccl.bench.mpiexec import StartError, find_mpiexec
 from qccl.bench.start import obstacle
-
-ROOT = Path(__file__).parents[2]
 
 
 def checks(*names: str) -> tuple[str, ...]:
@@ -69,21 +69,30 @@ def start(n: int, *arguments: str, limit: float, **environment: str) -> Ended:
 def start_plain(n: int, *arguments: str, limit: float, imported: str = "", **environment: str) -> Ended:
     """The same on ``n`` processes that have torchrun's variables, and UCX.
 
-    With ``imported``, names with commas between them, they are forks of a process that has imported these modules.
+    With ``imported``, names with commas between them, they are forks of a process that has imported these modules: the
+    import of PyTorch takes longer than many a run. Such ranks have the same seed for the hashes of texts, so a program
+    whose ranks must not depend on the order of a set needs ranks that are no forks.
     """
-    command = [sys.executable, "tests/support/plain_ranks.py", str(n), *(("--import", imported) if imported else ())]
-    return _run(command, n, arguments, limit, {"QCCL_TRANSPORT": "ucx"} | environment)
+    begin = time.monotonic()
+    given = {"QCCL_TRANSPORT": "ucx", "PYTHONPATH": _python_path()} | environment
+    given[COMMAND] = json.dumps([arguments, bool(imported), free_ports(1)[0]])
+    modules = imported.split(",") if imported else []
+    ends = rank_forks.run(n, be_a_rank, seconds=limit, imported=modules, **given)
+    output = "".join(f"{each.out}{each.err}" for each in ends)
+    return Ended(next((each.status for each in ends if each.status), 0), output, time.monotonic() - begin)
+
+
+def _python_path() -> str:
+    places = (ROOT, ROOT / "tests" / "support", ROOT / "tests" / "ranks")
+    return os.pathsep.join([*map(str, places), os.environ.get("PYTHONPATH", "")])
 
 
 def _run(command: list[str], n: int, arguments: tuple[str, ...], limit: float, environment: dict[str, str]) -> Ended:
-    tests = ROOT / "tests"
-    places = (ROOT, tests / "support", tests / "ranks")
-    path = os.pathsep.join([*map(str, places), os.environ.get("PYTHONPATH", "")])
     begin = time.monotonic()
     process = subprocess.Popen(
         [*command, *arguments],
         cwd=ROOT,
-        env=os.environ | patience.environment() | {"PYTHONPATH": path} | environment,
+        env=os.environ | patience.environment() | {"PYTHONPATH": _python_path()} | environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
