@@ -39,7 +39,6 @@ _SIGNED, _CONSTANT = 1, 2
 
 _SHUFFLES = {"up": 0, "down": 1, "bfly": 2, "idx": 3}
 _REDUCTIONS = {name: i for i, name in enumerate(("add", "min", "max", "and", "or", "xor", "exch", "cas"))}
-_VOTES = {"ballot": 0, "any": 1, "all": 2}
 _SAME_FOR_ALL_SIGNS = {
     "mov",
     "add",
@@ -53,7 +52,6 @@ _SAME_FOR_ALL_SIGNS = {
     "selp",
     "popc",
     "clz",
-    "brev",
     "bfi",
 }
 
@@ -439,10 +437,6 @@ class Program:
         signed = parts[-1].startswith("s")
         self._emit("redux", [self._target(operands[0])], sources, mode=_REDUCTIONS[parts[2]], flags=_SIGNED * signed)
 
-    def _vote(self, parts: list[str], operands: list[str]) -> None:
-        sources = [self._source(operands[1]), -1, -1, self._source(operands[2])]
-        self._emit("vote", [self._target(operands[0])], sources, mode=_VOTES[parts[2]])
-
     def _convert(self, parts: list[str], operands: list[str]) -> None:
         target, source = parts[-2:]
         to, sources = self._target(operands[0]), [self._source(each) for each in operands[1:]]
@@ -491,5 +485,5 @@ _HANDLERS: dict[str, Callable[[Program, list[str], list[str]], None]] = {
     **dict.fromkeys(("atom", "red"), Program._atomic),
     **{"bra": Program._branch, "mov": Program._move, "cvta": Program._to_other_space},
     **{"ld": Program._load, "ldu": Program._load, "st": Program._store, "setp": Program._compare},
-    **{"shfl": Program._shuffle, "redux": Program._reduce, "vote": Program._vote, "cvt": Program._convert},
+    **{"shfl": Program._shuffle, "redux": Program._reduce, "cvt": Program._convert},
 }

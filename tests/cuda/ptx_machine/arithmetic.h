@@ -63,7 +63,6 @@ enum class Spread {
   moved,    // the instruction moves the bits of its first `data` sources; the others say where
   halves,   // of the first source to the upper 16 bits, of the second to the lower
   select,   // selp: the bits that differ, if the predicate is undefined
-  table,    // lop3
 };
 
 struct Operation {
@@ -140,14 +139,6 @@ inline u64 undefined_result(const Operation& op, const Sources& x, const Sources
       return (ua ? 0xffff0000u : 0u) | (ub ? 0xffffu : 0u);
     case Spread::select:
       return uc ? ((a ^ b) | ua | ub) & op.width : c ? ua : ub;
-    case Spread::table: {
-      u64 one = 0, zero = 0;
-      for (unsigned i = 0; i < 8; ++i) {
-        const u64 fits = ((i & 4 ? a : ~a) | ua) & ((i & 2 ? b : ~b) | ub) & ((i & 1 ? c : ~c) | uc);
-        (d >> i & 1 ? one : zero) |= fits;
-      }
-      return one & zero & op.width;
-    }
   }
   return op.width;
 }
@@ -186,27 +177,11 @@ inline u16 bfloat16_toward_zero(u32 bits) {
   return (u16)(bits >> 16);
 }
 
-enum class Rounding { nearest, zero, down, up };
-
-inline float rounded(float x, Rounding rounding) {
-  switch (rounding) {
-    case Rounding::nearest:
-      return std::nearbyint(x);
-    case Rounding::zero:
-      return std::trunc(x);
-    case Rounding::down:
-      return std::floor(x);
-    case Rounding::up:
-      return std::ceil(x);
-  }
-  return x;
-}
-
-// To an integer, limited to its range; NaN becomes 0 (section 9.7.9, cvt).
-template <class T, Rounding R>
+// Toward zero to an integer, limited to its range; NaN becomes 0 (section 9.7.9, cvt).
+template <class T>
 T integer_of(float x) {
   if (x != x) return 0;
-  const float whole = rounded(x, R);
+  const float whole = std::trunc(x);
   constexpr float limit = (float)(1ull << (8 * sizeof(T) - 1)) * (std::is_signed_v<T> ? 1.0f : 2.0f);
   if (whole >= limit) return (T)(std::is_signed_v<T> ? ~0ull >> (65 - 8 * sizeof(T)) : ~0ull);
   if (whole <= (std::is_signed_v<T> ? -limit : 0.0f)) return std::is_signed_v<T> ? (T)(1ull << (8 * sizeof(T) - 1)) : (T)0;
@@ -227,11 +202,10 @@ T shifted_right(T x, u32 by) {
   return by <= most ? (T)(x >> by) : (T)0;
 }
 
-template <bool Left, bool Clamp>
+template <bool Left>
 u32 funnel(u32 low, u32 high, u32 by) {
-  const u32 shift = Clamp ? (by < 32 ? by : 32) : by % 32;
   const u64 both = low | (u64)high << 32;
-  return Left ? (u32)(shift == 32 ? low : both << shift >> 32) : (u32)(both >> shift);
+  return (u32)(Left ? both << by % 32 >> 32 : both >> by % 32);
 }
 
 inline u32 permuted(u32 low, u32 high, u32 selector) {
@@ -266,21 +240,6 @@ T with_field(T x, T into, u32 position, u32 length) {
   if (position >= bits) return into;
   const T mask = (T)((length >= bits ? ~(T)0 : (T)(((T)1 << length) - 1)) << position);
   return (T)((into & ~mask) | ((T)(x << position) & mask));
-}
-
-inline u32 looked_up(u32 a, u32 b, u32 c, u32 table) {
-  u32 result = 0;
-  for (unsigned i = 0; i < 8; ++i) {
-    if (table >> i & 1) result |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
-  }
-  return result;
-}
-
-template <class T>
-T reversed(T x) {
-  T result = 0;
-  for (unsigned i = 0; i < 8 * sizeof(T); ++i) result = (T)(result << 1 | (x >> i & 1));
-  return result;
 }
 
 template <class T>

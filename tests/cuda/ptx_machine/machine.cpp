@@ -13,13 +13,12 @@ namespace ptx {
 namespace {
 
 // The first entries of the table of names; what follows is operations.h's.
-enum Control : u32 { kBranch, kExit, kTrap, kBarrier, kWarpBarrier, kShuffle, kReduce, kVote, kLoad, kStore, kAtomic, kControls };
+enum Control : u32 { kBranch, kExit, kTrap, kBarrier, kWarpBarrier, kShuffle, kReduce, kLoad, kStore, kAtomic, kControls };
 constexpr std::string_view kControlNames[kControls] = {"bra",  "exit",  "trap", "bar.sync", "bar.warp.sync", "shfl",
-                                                       "redux", "vote", "ld",   "st",       "atom"};
+                                                       "redux", "ld",     "st",       "atom"};
 
 enum class Shuffle : u32 { up, down, butterfly, index };
 enum class Reduction : u32 { add, min, max, bit_and, bit_or, bit_xor, exchange, compare_and_swap };
-enum class Vote : u32 { ballot, any, all };
 
 // Layout and values known to ptx_program.py. Registers are numbers; those behind the last are the constants.
 struct Instruction {
@@ -31,7 +30,7 @@ struct Instruction {
   Space space;
   s64 offset;  // bytes; of a branch, the number of the instruction
   u32 nbytes, count;
-  u32 mode;  // Shuffle, Reduction or Vote; of a load, the bytes of its registers
+  u32 mode;  // Shuffle or Reduction; of a load, the bytes of its registers
   u32 flags;
 };
 constexpr u32 kSigned = 1, kConstant = 2;
@@ -278,10 +277,8 @@ class Machine {
         return;
       case kShuffle:
         return shuffle(warp, in, lanes);
-      case kReduce:
-        return reduce(warp, in, lanes);
       default:
-        return vote(warp, in, lanes);
+        return reduce(warp, in, lanes);
     }
   }
 
@@ -328,14 +325,6 @@ class Machine {
     });
     if (warp.undefined_lanes(in.from[0]) & lanes) undefined = 0xffffffffu;
     put_all(warp, in.to[0], lanes, total, undefined);
-  }
-
-  void vote(Warp& warp, const Instruction& in, u32 lanes) {
-    if (warp.undefined_lanes(in.from[0]) & lanes) throw fault("uninitialised: a vote depends on bits that were never set");
-    u32 ballot = 0;
-    each_lane(lanes, [&](unsigned lane) { ballot |= (u32)(value(warp, in.from[0], lane) != 0) << lane; });
-    const u64 result = (Vote)in.mode == Vote::ballot ? ballot : (Vote)in.mode == Vote::any ? ballot != 0 : ballot == lanes;
-    put_all(warp, in.to[0], lanes, result, 0);
   }
 
   void put(Warp& warp, s32 reg, u32 lanes, const u64* values, const u64* undefined) {

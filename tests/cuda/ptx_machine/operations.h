@@ -60,10 +60,7 @@ namespace ptx {
 // Between floats and integers. A result narrower than 16 bits fills a register of 16.
 #define QCCL_CONVERTED(T, N)                                                                                 \
   QCCL_OPERATION("cvt.rn.f32." N, all, QCCL_TYPES(float, T), [](T a) -> float { return (float)a; }),         \
-  QCCL_OPERATION("cvt.rni." N ".f32", all, QCCL_TYPES(T, float), integer_of<T, Rounding::nearest>),          \
-  QCCL_OPERATION("cvt.rzi." N ".f32", all, QCCL_TYPES(T, float), integer_of<T, Rounding::zero>),             \
-  QCCL_OPERATION("cvt.rmi." N ".f32", all, QCCL_TYPES(T, float), integer_of<T, Rounding::down>),             \
-  QCCL_OPERATION("cvt.rpi." N ".f32", all, QCCL_TYPES(T, float), integer_of<T, Rounding::up>)
+  QCCL_OPERATION("cvt.rzi." N ".f32", all, QCCL_TYPES(T, float), integer_of<T>)
 
 #define QCCL_COMPARED(name, test) \
   QCCL_OPERATION("setp." name ".f32", all, QCCL_TYPES(bool, float, float), [](float a, float b) -> bool { return test; })
@@ -87,20 +84,15 @@ inline std::vector<Operation> operations() {
       QCCL_OPERATION("popc.b64", all, QCCL_TYPES(u32, u64), [](u64 a) -> u32 { return (u32)std::popcount(a); }),
       QCCL_OPERATION("clz.b32", all, QCCL_TYPES(u32, u32), [](u32 a) -> u32 { return (u32)std::countl_zero(a); }),
       QCCL_OPERATION("clz.b64", all, QCCL_TYPES(u32, u64), [](u64 a) -> u32 { return (u32)std::countl_zero(a); }),
-      QCCL_MOVED("brev.b32", 1, QCCL_TYPES(u32, u32), reversed<u32>),
-      QCCL_MOVED("brev.b64", 1, QCCL_TYPES(u64, u64), reversed<u64>),
       QCCL_MOVED("prmt.b32", 2, QCCL_TYPES(u32, u32, u32, u32), permuted),
-      QCCL_MOVED("shf.l.wrap.b32", 2, QCCL_TYPES(u32, u32, u32, u32), funnel<true, false>),
-      QCCL_MOVED("shf.r.wrap.b32", 2, QCCL_TYPES(u32, u32, u32, u32), funnel<false, false>),
-      QCCL_MOVED("shf.l.clamp.b32", 2, QCCL_TYPES(u32, u32, u32, u32), funnel<true, true>),
-      QCCL_MOVED("shf.r.clamp.b32", 2, QCCL_TYPES(u32, u32, u32, u32), funnel<false, true>),
+      QCCL_MOVED("shf.l.wrap.b32", 2, QCCL_TYPES(u32, u32, u32, u32), funnel<true>),
+      QCCL_MOVED("shf.r.wrap.b32", 2, QCCL_TYPES(u32, u32, u32, u32), funnel<false>),
       QCCL_MOVED("bfe.u32", 1, QCCL_TYPES(u32, u32, u32, u32), field<u32>),
       QCCL_MOVED("bfe.u64", 1, QCCL_TYPES(u64, u64, u32, u32), field<u64>),
       QCCL_MOVED("bfe.s32", 1, QCCL_TYPES(s32, s32, u32, u32), field<s32>),
       QCCL_MOVED("bfe.s64", 1, QCCL_TYPES(s64, s64, u32, u32), field<s64>),
       QCCL_MOVED("bfi.b32", 2, QCCL_TYPES(u32, u32, u32, u32, u32), with_field<u32>),
       QCCL_MOVED("bfi.b64", 2, QCCL_TYPES(u64, u64, u64, u32, u32), with_field<u64>),
-      QCCL_OPERATION("lop3.b32", table, QCCL_TYPES(u32, u32, u32, u32, u32), looked_up),
       QCCL_MOVED("pack.b16", 2, QCCL_TYPES(u16, u8, u8), [](u8 a, u8 b) -> u16 { return (u16)(a | b << 8); }),
       QCCL_MOVED("pack.b32", 2, QCCL_TYPES(u32, u16, u16), [](u16 a, u16 b) -> u32 { return a | (u32)b << 16; }),
       QCCL_MOVED("pack.b64", 2, QCCL_TYPES(u64, u32, u32), [](u32 a, u32 b) -> u64 { return a | (u64)b << 32; }),
@@ -136,10 +128,6 @@ inline std::vector<Operation> operations() {
       QCCL_COMPARED("equ", !(a < b || a > b)), QCCL_COMPARED("neu", !(a == b)), QCCL_COMPARED("ltu", !(a >= b)),
       QCCL_COMPARED("leu", !(a > b)), QCCL_COMPARED("gtu", !(a <= b)), QCCL_COMPARED("geu", !(a < b)),
       QCCL_COMPARED("num", a == a && b == b), QCCL_COMPARED("nan", a != a || b != b),
-      QCCL_OPERATION("cvt.rni.f32.f32", all, QCCL_TYPES(float, float), [](float a) -> float { return rounded(a, Rounding::nearest); }),
-      QCCL_OPERATION("cvt.rzi.f32.f32", all, QCCL_TYPES(float, float), [](float a) -> float { return rounded(a, Rounding::zero); }),
-      QCCL_OPERATION("cvt.rmi.f32.f32", all, QCCL_TYPES(float, float), [](float a) -> float { return rounded(a, Rounding::down); }),
-      QCCL_OPERATION("cvt.rpi.f32.f32", all, QCCL_TYPES(float, float), [](float a) -> float { return rounded(a, Rounding::up); }),
 
       // 16-bit floats; of a pair the first source becomes the upper half
       QCCL_OPERATION("cvt.f32.f16", all, QCCL_TYPES(u32, u16), of_half),
