@@ -10,7 +10,7 @@ import time
 import fake_cuda
 import numpy as np
 import pytest
-from cuda_ranks import captured, ranks, returned, values
+from cuda_ranks import captured, on_gpus, ranks, returned, values
 from profiles import profile
 
 import qccl
@@ -256,79 +256,30 @@ def test_a_capture_measures_nothing(world, cupy):
 # -- profiles, and the end -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fast", [("none", "one_shot"), ("minmax8", "two_round")])
-def test_a_loaded_profile_decides(fast, world, cupy, tmp_path):
-    def run(comm):
-        assert comm.transport.hardware == "2 x Fake 100, NCCL 2.28.0"
-        path = tmp_path / f"{comm.rank}.json"
-        profile(comm, fast).save(path)
-        comm._adopt(GroupProfile.load(path))
-        before = comm._session.numbers.sequence
-        plan = comm.plan("allreduce", COUNT, codec="auto")
-        assert (plan.codec, plan.spec.algorithm) == fast
-        assert comm.plan("allreduce", COUNT, codec=fast[0]).spec.algorithm == fast[1]
-        assert comm._session.numbers.sequence == before and comm.profile().hardware == comm.transport.hardware
-        other = GroupProfile(comm.nodes, "nccl", hardware="2 x Fake 100, NCCL 2.29.0")
-        with pytest.raises(
-            ArgumentError, match=r"over nccl \(2 x Fake 100, NCCL 2.29.0\), and this group has .*2.28.0"
-        ):
-            comm._adopt(other)
-        with pytest.raises(ArgumentError, match="over ucx, and this group has"):
-            comm._adopt(GroupProfile(comm.nodes, "ucx"))
-
-    returned(2, run)
-    assert not allocated(world)[1]
+@on_gpus(2)
+def test_a_loaded_profile_of_the_same_hardware_decides(comm, world, cupy, tmp_path):
+    """tests/test_choosing.py has what it decides."""
+    assert comm.transport.hardware == "2 x Fake 100, NCCL 2.28.0"
+    path = tmp_path / f"{comm.rank}.json"
+    profile(comm, ("minmax8", "two_round")).save(path)
+    comm._adopt(GroupProfile.load(path))
+    plan = comm.plan("allreduce", COUNT, codec="auto")
+    assert (plan.codec, plan.spec.algorithm) == ("minmax8", "two_round")
+    assert comm.profile().hardware == comm.transport.hardware and not allocated(world)[1]
+    other = GroupProfile(comm.nodes, "nccl", hardware="2 x Fake 100, NCCL 2.29.0")
+    with pytest.raises(ArgumentError, match=r"over nccl \(2 x Fake 100, NCCL 2.29.0\), and this group has .*2.28.0"):
+        comm._adopt(other)
+    with pytest.raises(ArgumentError, match="over ucx, and this group has"):
+        comm._adopt(GroupProfile(comm.nodes, "ucx"))
 
 
-def test_a_timeout_that_is_too_short_to_measure(world, cupy, monkeypatch):
-    monkeypatch.setattr(measuring, "_OF_TIMEOUT", 1e-9)
-
-    def run(comm):
-        plan = comm.plan("allreduce", COUNT, codec="auto")
-        assert plan.codec == "none"
-        return plan.explain()
-
-    assert all("and the timeout permits 6e-08 s; set a longer" in text for text in returned(2, run))
-
-
-def test_a_rank_that_does_not_come_is_not_waited_for_forever(world, cupy):
-    missed = threading.Event()
-
-    def run(comm):
-        if comm.rank:
-            return missed.wait(60)
-        comm.timeout = 0.5
-        with pytest.raises(CollectiveTimeout):
-            comm.plan("allreduce", COUNT, codec="auto")
-        assert comm.record().calls[-1].text.startswith("measure allreduce of float32 with none and minmax8")
-        missed.set()
-        return True
-
-    assert returned(2, run) == [True, True]
-
-
-def test_a_measurement_that_hangs_is_in_the_records(world, cupy):
-    """The GPU ends no call any more."""
-    rig = sys.modules["qccl.cuda.rig"].CudaRig
-    seconds, hangs, comms = rig.seconds, [], []
-
-    def hang(self, call, times):
-        hangs.append(None)
-        if len(hangs) > 12:
-            world.ends = False
-            for comm in comms:
-                comm.timeout = 2.0
-        return seconds(self, call, times)
-
-    def run(comm):
-        comms.append(comm)
-        rig.seconds = hang
-        with pytest.raises((CollectiveTimeout, qccl.PeerLost)):
-            comm.plan("allreduce", COUNT, codec="auto")
-        return [(call.text.split("(")[0], call.state) for call in comm.record().calls]
-
-    try:
-        for found in returned(2, run):
-            assert found[0][0].startswith("measure allreduce") and ("allreduce", "under way") in found, found
-    finally:
-        rig.seconds, world.ends = seconds, True
+@on_gpus(2)
+def test_a_rank_that_does_not_come_is_not_waited_for_forever(comm, missed: threading.Event, world, cupy):
+    if comm.rank:
+        assert missed.wait(60)
+        return
+    comm.timeout = 0.5
+    with pytest.raises(CollectiveTimeout):
+        comm.plan("allreduce", COUNT, codec="auto")
+    assert comm.record().calls[-1].text.startswith("measure allreduce of float32 with none and minmax8")
+    missed.set()

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from building import build
-from reports import FAILED, PART, Missing, each_of, stacks_before
+from reports import FAILED, PART, Missing, stacks_before
 
 import qccl
 from qccl.cuda import libraries
@@ -48,36 +48,14 @@ def _of(module: str, function: str) -> Callable[[], dict[str, Any]]:
     return lambda: getattr(importlib.import_module(module), function)()  # type: ignore[no-any-return]
 
 
-def kernels() -> dict[str, Any]:
-    """Every codec, element type, bucket, alignment and kind of state against the host's bytes."""
-    from codec_kernels import EVERY, check_apart
-
-    return check_apart(range(len(EVERY)))
-
-
-def streams() -> dict[str, Any]:
-    """Producer, collective, consumer, ordered by streams; deadlines while queues are full, results after a failure."""
-    import queues
-    from calls import stream_order
-
-    return each_of({"order": stream_order, "queues": queues.all_checks})
-
-
-def bandwidth() -> dict[str, Any]:
-    """The kernels' rates compared with a copy; the figures name those below the rate that was aimed at."""
-    from bandwidth import measure
-
-    return measure()
-
-
 #: section -> its function, and its limit in seconds
 SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
-    "kernels": (kernels, 140),
-    "streams": (streams, 60),
+    "kernels": (_of("codec_kernels", "check_apart"), 140),
+    "streams": (_of("queues", "all_checks"), 60),
     "graphs": (_of("calls", "graphs"), 40),  # capture and replay
     "dispatch": (_of("calls", "dispatch"), 20),  # the host's time for a call and for a replay
     "overlap": (_of("calls", "overlap"), 40),  # chunks against one chunk over a slow link
-    "bandwidth": (bandwidth, 80),
+    "bandwidth": (_of("bandwidth", "measure"), 80),  # the kernels' rates compared with a copy
     "staged": (_of("staged", "all_checks"), 50),  # transfers through pinned memory and a host transport
     "ranks": (_of("ranks", "check_all"), 120),  # 2 to 4 NCCL ranks, with and without registered memory
     "faults": (_of("ranks", "check_faults"), 50),  # a rank that stays away

@@ -84,8 +84,8 @@ def check(chosen: Sequence[AnyCase]) -> Iterator[tuple[int, str]]:
         yield sum(len(launch.jobs) for launch in operations.launches.values()), "; ".join(differences)
 
 
-def check_apart(numbers: Sequence[int]) -> dict[str, Any]:
-    """check() of the cases with these numbers, in processes of their own.
+def check_apart(numbers: Sequence[int] = range(len(EVERY))) -> dict[str, Any]:
+    """check() of the cases with these numbers, in processes of their own: every codec, type, alignment, kind of state.
 
     After an error of a kernel CUDA answers nothing any more in its process. So another process goes on behind that
     case. Raises AssertionError with the failures, and with what compute-sanitizer says of the first case that failed.

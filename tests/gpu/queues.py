@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
+from calls import stream_order
 from device import DeviceArray, Kernels, mirrored
 from reports import each_of
 
@@ -76,5 +78,6 @@ def many_calls(calls: int = 2000, delay: float = 1.0) -> dict[str, Any]:
 
 
 def all_checks() -> dict[str, Any]:
-    """The whole section."""
-    return each_of({"full_queue": full_queue, "late_start": late_start, "many_calls": many_calls})
+    """The section "streams": the order of a producer, a collective and a consumer, too."""
+    queues = {"full_queue": full_queue, "late_start": late_start, "many_calls": many_calls}
+    return each_of({"order": stream_order, "queues": partial(each_of, queues)})
