@@ -67,24 +67,10 @@ def test_the_deadline_counts_from_the_first_step_on_the_device(comm, world, cupy
     assert work.synchronize() is out
 
 
+@pytest.mark.parametrize("waits", ["a launch of the caller", "the wait for a call"])
 @on_gpus(1)
-def test_the_deadline_while_a_thread_waits_for_room_in_a_full_queue(comm, world, cupy):
-    """The driver answers no question meanwhile, so the watchdog must ask none."""
-    x, out = called(comm)
-    world.ends, world.queue_entries = False, 40
-    comm.quantized_allreduce(x, out, timeout=0.3)  # the caller's stream waits for this
-    caller = threading.Thread(target=lambda: [world.put(0, "a kernel of the caller") for _ in range(60)])
-    caller.start()
-    wait_for_abort(world, caller)
-    world.ends = True
-    caller.join(60)
-    with pytest.raises(qccl.CollectiveTimeout, match="deadline"):
-        comm.check()
-
-
-@on_gpus(1)
-def test_the_deadline_while_a_wait_has_no_room_in_a_full_queue(comm, world, cupy):
-    """Making the caller's stream wait for a call blocks, too, and must not hold up the watchdog."""
+def test_the_deadline_while_a_thread_waits_for_room_in_a_full_queue(comm, waits, world, cupy):
+    """The driver answers no question meanwhile, so the watchdog must ask none. Work.wait() blocks, too."""
     x, out = called(comm)
     world.ends = False
     world.holds = lambda node: node.what == "a kernel of the caller"
@@ -95,7 +81,7 @@ def test_the_deadline_while_a_wait_has_no_room_in_a_full_queue(comm, world, cupy
 
     def wait():
         with contextlib.suppress(qccl.CollectiveTimeout):  # if the deadline has passed already
-            work.wait()
+            world.put(0, "a kernel of the caller") if waits == "a launch of the caller" else work.wait()
 
     waiter = threading.Thread(target=wait)
     waiter.start()

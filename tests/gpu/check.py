@@ -25,7 +25,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from building import build
 from reports import FAILED, PART, Missing, stacks_before
 
 import qccl
@@ -71,7 +70,7 @@ SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
     "sanitizer": (_of("sanitizer", "one_case_each"), 60),
 }
 #: A machine may be available for ten minutes at a time only. So the limits of a run's sections are six and a half
-#: minutes together, and those of the triage five. Where there is no extension, building.py takes up to 100 s more.
+#: minutes together, and those of the triage five.
 RUNS = {
     "1": ("kernels", "streams", "graphs", "dispatch", "overlap", "bandwidth"),
     "2": ("staged", "ranks", "faults", "torch", "jax", "large"),
@@ -282,8 +281,11 @@ def main(arguments: Sequence[str]) -> int:
     about = description()
     if not about["commit"]:
         parser.error(f"{ROOT} is no git checkout: set QCCL_COMMIT to the commit, under which the results are kept")
-    if reason := build(ROOT):
-        print(f"gpu-check: {reason}", file=sys.stderr)
+    try:
+        importlib.import_module("qccl._host")
+    except ImportError as error:
+        where = "run scripts/install, or carry a built extension (docs/cuda.md)"
+        print(f"gpu-check: qccl's extension cannot be imported ({error}): {where}", file=sys.stderr)
         return 1
     return check(about, given.sections or RUNS.get(given.run) or REQUIRED, given.output)
 

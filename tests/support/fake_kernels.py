@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,31 +29,33 @@ def work(name: str, geometry: tuple[int, ...], arguments: int) -> Callable[[], N
     ``geometry``: the grid, the block, and the bytes of dynamic shared memory. If they are not exactly those that the
     kernel needs, raises AssertionError, or the function that is returned does.
     """
-    if name in (cs.BEGIN_KERNEL, cs.END_KERNEL):
-        assert geometry == (1, 1, 1, 1 if name == cs.BEGIN_KERNEL else cs.THREADS, 1, 1, 0), (name, geometry)
-        return _end_of_run(name, (ctypes.c_void_p * 6).from_address(arguments))
-    if name == cs.ADDRESS_KERNEL:
-        assert geometry == (1, 1, 1, cs.THREADS, 1, 1, 0), (name, geometry)
-        return _store_addresses((ctypes.c_void_p * 3).from_address(arguments))
-    if name == cs.NONFINITE_KERNEL:
-        pointers = (ctypes.c_void_p * 6).from_address(arguments)
-        blocks = ctypes.c_uint32.from_address(pointers[5]).value
-        assert geometry == (blocks, 1, 1, cs.THREADS, 1, 1, 0), (name, geometry)
-        return _find_nonfinite(pointers)
-    assert geometry[1:] == (1, 1, cs.THREADS, 1, 1, 0), (name, geometry)
-    pointers = (ctypes.c_void_p * 4).from_address(arguments)
-    jobs, sources = (ctypes.c_uint64.from_address(pointers[i]).value for i in range(2))
-    parameters = np.frombuffer(ctypes.string_at(pointers[2], cs.PARAMETERS.itemsize), cs.PARAMETERS)[0]
-    memory = _Bases((ctypes.c_uint64 * cs.MEMORY_WORDS).from_address(pointers[3]))
+    kinds, run = _OF_RUNS.get(name, ("QQPM", None))
+    pointers = (ctypes.c_void_p * len(kinds)).from_address(arguments)
+    given = [_argument(kind, pointers[i] or 0) for i, kind in enumerate(kinds)]
+    blocks = geometry[0] if run is None else given[-1] if name == cs.NONFINITE_KERNEL else 1
+    threads = 1 if name == cs.BEGIN_KERNEL else cs.THREADS
+    assert geometry == (blocks, 1, 1, threads, 1, 1, 0), (name, geometry)
+    return functools.partial(_run_jobs, name, blocks, *given) if run is None else functools.partial(run, *given)
 
-    def run() -> None:
-        table = _jobs(name, jobs, int(parameters["blocks"]), geometry[0])
-        if "Pass::range" in name:  # the next pass does everything
-            _touch_scratch(int(parameters["scratch"]))
-        else:
-            _run(name, table, sources, parameters, memory)
 
-    return run
+def _argument(kind: str, address: int) -> Any:
+    """An argument: integers of 64 and 32 bits (Q, I), addresses (A), parameters (P), or the memory of jobs (M)."""
+    match kind:
+        case "A":
+            return ctypes.string_at(address, 8 * cs.ADDRESSES)
+        case "P":
+            return np.frombuffer(ctypes.string_at(address, cs.PARAMETERS.itemsize), cs.PARAMETERS)[0]
+        case "M":
+            return _Bases((ctypes.c_uint64 * cs.MEMORY_WORDS).from_address(address))
+    return int.from_bytes(ctypes.string_at(address, 8 if kind == "Q" else 4), "little")
+
+
+def _run_jobs(name: str, grid: int, jobs: int, sources: int, parameters: Any, memory: _Bases) -> None:
+    table = _jobs(name, jobs, int(parameters["blocks"]), grid)
+    if "Pass::range" in name:  # the next pass does everything
+        _touch_scratch(int(parameters["scratch"]))
+    else:
+        _run(name, table, sources, parameters, memory)
 
 
 def _jobs(name: str, address: int, blocks_address: int, grid: int) -> np.ndarray:
@@ -94,59 +97,46 @@ def _numbers(refs: np.ndarray) -> set[int]:
     return {number for field in fields for number in _numbers(field)}
 
 
-def _store_addresses(pointers: Any) -> Callable[[], None]:
-    table, count = ctypes.c_uint64.from_address(pointers[0]).value, ctypes.c_uint32.from_address(pointers[2]).value
-    values = ctypes.string_at(pointers[1], 8 * cs.ADDRESSES)
-
-    def store() -> None:
-        ctypes.memmove(table, values, 8 * count)
-
-    return store
+# -- as kernels/cuda/run.h ---------------------------------------------------------------------------------------------
 
 
-def _find_nonfinite(pointers: Any) -> Callable[[], None]:
-    address, count, first = (ctypes.c_uint64.from_address(pointers[i]).value for i in (0, 1, 4))
-    itemsize, exponent = (ctypes.c_uint32.from_address(pointers[i]).value for i in (2, 3))
-
-    def find() -> None:
-        bits = np.frombuffer(ctypes.string_at(address, count * itemsize), f"u{itemsize}")
-        if (bad := np.flatnonzero((bits & exponent) == exponent)).size:
-            ctypes.c_uint64.from_address(first).value = int(bad[0])
-
-    return find
+def _store_addresses(table: int, values: bytes, count: int) -> None:
+    ctypes.memmove(table, values, 8 * count)
 
 
-def _end_of_run(name: str, pointers: Any) -> Callable[[], None]:
-    """As kernels/cuda/run.h."""
-    replay, number = (ctypes.c_uint32.from_address(pointers[i]).value for i in (2, 4))
-    flags = (ctypes.c_uint32 * 3).from_address(ctypes.c_uint64.from_address(pointers[3]).value)
-    if name == cs.BEGIN_KERNEL:
-        words, value = (ctypes.c_uint64.from_address(pointers[i]).value for i in range(2))
-        return _begin(words, value, bool(replay), flags, number)
-    memory = _Bases((ctypes.c_uint64 * cs.MEMORY_WORDS).from_address(pointers[0]))
-    address, count = ctypes.c_uint64.from_address(pointers[1]).value, ctypes.c_uint32.from_address(pointers[5]).value
-    sizes = (ctypes.c_uint64 * count).from_address(address)
-
-    def end() -> None:
-        if flags[0]:
-            for buffer, nbytes in enumerate(sizes):
-                ctypes.memset(memory[buffer], 0xFF, nbytes)
-        if not replay:
-            flags[2] = number
-
-    return end
+def _find_nonfinite(address: int, count: int, itemsize: int, exponent: int, first: int, blocks: int) -> None:
+    bits = np.frombuffer(ctypes.string_at(address, count * itemsize), f"u{itemsize}")
+    if (bad := np.flatnonzero((bits & exponent) == exponent)).size:
+        ctypes.c_uint64.from_address(first).value = int(bad[0])
 
 
-def _begin(words: int, value: int, replay: bool, flags: Any, number: int) -> Callable[[], None]:
-    def begin() -> None:
-        if words:
-            found = (ctypes.c_uint64 * 2).from_address(words)
-            found[0] = value + found[1] if replay else value
-            found[1] += replay
-        if not replay:
-            flags[1] = number
+def _begin(words: int, value: int, replay: int, flags: int, number: int) -> None:
+    if words:
+        found = (ctypes.c_uint64 * 2).from_address(words)
+        found[0] = value + found[1] if replay else value
+        found[1] += replay
+    if not replay:
+        (ctypes.c_uint32 * 3).from_address(flags)[1] = number
 
-    return begin
+
+def _end(memory: _Bases, address: int, replay: int, flags: int, number: int, count: int) -> None:
+    found = (ctypes.c_uint32 * 3).from_address(flags)
+    if found[0]:
+        for buffer, nbytes in enumerate((ctypes.c_uint64 * count).from_address(address)):
+            ctypes.memset(memory[buffer], 0xFF, nbytes)
+    if not replay:
+        found[2] = number
+
+
+#: the kernels around runs: the kinds of their arguments
+_OF_RUNS: dict[str, tuple[str, Callable[..., None]]] = {
+    cs.BEGIN_KERNEL: ("QQIQI", _begin),
+    cs.END_KERNEL: ("MQIQII", _end),
+    cs.ADDRESS_KERNEL: ("QAI", _store_addresses),
+    cs.NONFINITE_KERNEL: ("QQIIQI", _find_nonfinite),
+}
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
 
 
 def _touch_scratch(address: int) -> None:
