@@ -85,12 +85,10 @@ class Gpu:
 
 
 GPUS = (
-    Gpu("A100", 80, 108, 1.41e9, 2.039e12),  # NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM, HGX B200
+    Gpu("A100", 80, 108, 1.41e9, 2.039e12),  # NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM
     Gpu("H100", 90, 132, 1.98e9, 3.35e12),
     Gpu("H200", 90, 132, 1.98e9, 4.8e12),
-    Gpu("B200", 100, 148, 1.98e9, 8.0e12),
 )
-SHOWN = GPUS[:3]  # in the table; gpu-check predicts for the others, too
 
 _PIPES = {
     **dict.fromkeys(("FADD", "FMUL", "FFMA", "HADD2", "HMUL2", "HFMA2"), "float"),
@@ -381,7 +379,7 @@ def common_case(folder: Path) -> Path:
 
 def rows(headers: Path) -> Iterator[str]:
     """The lines of the table."""
-    title = ["kernel", "type", *(gpu.name for gpu in SHOWN), "instructions", "registers", "blocks", "loads", "stores"]
+    title = ["kernel", "type", *(gpu.name for gpu in GPUS), "instructions", "registers", "blocks", "loads", "stores"]
     yield f"| {' | '.join(title)} |"
     yield f"|{' --- |' * len(title)}"
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -392,9 +390,9 @@ def rows(headers: Path) -> Iterator[str]:
 def row(headers: Path, spec: str, kind: str, dtype: DType) -> str:
     """A line: the shares on each GPU, and what the code for sm_90 has."""
     codec = codecs.get(spec)
-    arches = {gpu.arch for gpu in SHOWN}
+    arches = {gpu.arch for gpu in GPUS}
     found = {arch: each for arch in arches if (each := kernel(kind, codec, dtype, arch, headers))}
-    shares = [found[gpu.arch].share(gpu) for gpu in SHOWN]
+    shares = [found[gpu.arch].share(gpu) for gpu in GPUS]
     cells = [f"{share:.0%}" + ("" if limit == "bytes" else f" {limit}") for share, limit in shares]
     here = found[90]
     per_element = len(here.warp) * cuda_source.THREADS / here.elements

@@ -1,17 +1,12 @@
 """The rate at which kernels move bytes, compared with a copy on the device. Only bytes that must move are counted.
 
-Beside it: what NCCL's own all-reduce of uncompressed values reaches on one rank, where it is a copy; and the share of a
-copy's rate that bench/sass.py predicts.
+Beside it: what NCCL's own all-reduce of uncompressed values reaches on one rank, where it is a copy.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +15,7 @@ from reports import report
 
 from qccl import codecs, dtypes
 from qccl.codecs.base import Codec
-from qccl.cuda.libraries import HOST_TO_DEVICE, ON_DEVICE, cuda_libraries, device_names
+from qccl.cuda.libraries import HOST_TO_DEVICE, ON_DEVICE, cuda_libraries
 from qccl.dtypes import DType
 from qccl.engine.base import Bound, Request
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Role, Schedule, Span
@@ -98,7 +93,6 @@ def _rates(
     stream, engine = cuda_libraries().cupy.cuda.Stream(non_blocking=True), CudaEngine(Mirror(1))
     copied = _copy_rate(stream, jobs * mebibytes << 20, repeats)
     figures: dict[str, Any] = {"copy_gb_per_s": report("copy_gb_per_s", copied / 1e9)}
-    asked = []
     for dtype, specs in chosen.items():
         count = (mebibytes << 20) // dtype.itemsize
         memory = _memory(dtype, count * jobs)
@@ -110,10 +104,8 @@ def _rates(
                 rate = moved / _seconds(_run(engine, schedule, memory, stream), stream, repeats)
                 found = {"gb_per_s": rate / 1e9, "share_of_copy": rate / copied}
                 figures[f"{kind} {spec} {dtype}"] = report(f"{kind} {spec} {dtype}", found)
-                asked += [(kind, spec, dtype)] * (dtype.name in _MEASURED)
         del memory
     engine.close(30)
-    _add_predictions(figures, device_names()[engine.device.number], asked)
     return figures
 
 
@@ -135,33 +127,6 @@ def _nccl_rate(stream: Any, nbytes: int, repeats: int) -> float:
     rate = 2 * nbytes / _seconds(lambda: comm.allReduce(*arguments), stream, repeats)
     comm.destroy()
     return rate
-
-
-def _add_predictions(figures: dict[str, Any], device: str, asked: Sequence[tuple[str, str, DType]]) -> None:
-    """Put what bench/sass.py predicts for this GPU beside the shares that were measured."""
-    sys.path.append(str(Path(__file__).parent.parent.parent / "bench"))
-    try:
-        import sass
-
-        gpu = next((each for each in sass.GPUS if each.name in device), None)
-        if gpu is None:
-            raise LookupError(f"it knows {', '.join(each.name for each in sass.GPUS)}, but not {device}")
-        for (kind, spec, dtype), (share, limit) in zip(asked, _predicted(sass, gpu, asked), strict=True):
-            if limit:
-                figures[f"{kind} {spec} {dtype}"] |= {"predicted_share": share, "predicted_limit": limit}
-    except (Exception, SystemExit) as error:  # the script exits if nvdisasm is missing; the measurement counts anyway
-        figures["predictions"] = f"none: {error}"
-
-
-def _predicted(sass: Any, gpu: Any, asked: Sequence[tuple[str, str, DType]]) -> list[tuple[float, str]]:
-    """The share of a copy's rate and what limits it; an empty limit for a kernel that it cannot predict."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
-        headers = sass.common_case(Path(folder))
-        jobs = [
-            pool.submit(sass.kernel, kind, codecs.get(spec), dtype, gpu.arch, headers) for kind, spec, dtype in asked
-        ]
-        kernels = [job.result() for job in jobs]
-    return [(0.0, "") if kernel is None else kernel.share(gpu) for kernel in kernels]
 
 
 def _memory(dtype: DType, count: int) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def nccl() -> dict[str, Any]:
 
 
 def rates() -> dict[str, Any]:
-    """The rate of a copy, and of two kernels, beside what bench/sass.py predicts."""
+    """The rate of a copy, and of two kernels."""
     from bandwidth import first_figures
 
     return first_figures()

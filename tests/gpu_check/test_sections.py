@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -122,20 +121,14 @@ def test_staging_on_a_fake_gpu(monkeypatch):
 
 
 def test_bandwidth_on_a_fake_gpu(monkeypatch):
-    """Bytes by the fake's millisecond; predictions of a stand-in for bench/sass.py stand beside the shares."""
+    """Bytes by the fake's millisecond."""
     import bandwidth
 
-    kernel = SimpleNamespace(share=lambda gpu: (0.9, "bytes"))
-    sass = {"GPUS": [SimpleNamespace(name="Fake 100", arch=90)], "kernel": lambda *given: kernel}
-    monkeypatch.setitem(sys.modules, "sass", SimpleNamespace(common_case=lambda folder: folder, **sass))
     monkeypatch.setattr(bandwidth, "_SPECS", {"minmax8": ("encode", "decode", "reduce"), "minmax4": bandwidth._KINDS})
     figures = bandwidth.measure(mebibytes=1, jobs=2, repeats=1)
-    assert figures["reduce minmax4 bfloat16"].items() >= {"predicted_share": 0.9, "predicted_limit": "bytes"}.items()
     moved = (1 << 20) + qccl.codecs.get("minmax8").encoded_nbytes(1 << 18, "float32")
     assert figures["encode minmax8 float32"]["gb_per_s"] == pytest.approx(2 * moved / 1e-3 / 1e9)
     assert figures["copy_gb_per_s"] == pytest.approx(4 * (1 << 20) / 1e-3 / 1e9)
-    bandwidth._add_predictions(figures, "another", ())
-    assert figures["predictions"] == "none: it knows Fake 100, but not another"
 
 
 def test_the_triage_on_a_fake_gpu(monkeypatch):
@@ -152,7 +145,6 @@ def test_the_triage_on_a_fake_gpu(monkeypatch):
     assert {codec_kernels.EVERY[number].codec.name for number in numbers} == {"none", "minmax", *TABLE}
     monkeypatch.setattr(ranks, "check", lambda size: {"ranks": size})
     assert triage.nccl()["two ranks"] == {"ranks": 2}
-    monkeypatch.setattr(bandwidth, "_add_predictions", lambda *given: None)
     figures = bandwidth.first_figures(mebibytes=1, jobs=2, repeats=1)
     assert set(figures) == {"copy_gb_per_s", "encode minmax4 bfloat16", "reduce minmax8 bfloat16"}
 
