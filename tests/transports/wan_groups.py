@@ -41,7 +41,7 @@ def allreduces(comm: qccl.Communicator, chosen: random.Random) -> int:
 def addresses_of(transport: WanTransport) -> list[bytes]:
     """Of the ranks' wires."""
     assert transport.membership is not None
-    return [bytes.fromhex(member.worker) for member in transport.membership.members]
+    return [member.worker for member in transport.membership.members]
 
 
 def ports_of(transport: WanTransport) -> list[int]:
