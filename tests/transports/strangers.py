@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import select
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+import patience
 
 from qccl.transports import channel
 from qccl.transports.join_address import JoinAddress
@@ -126,15 +128,13 @@ def knock_for_ever(places: Callable[[], Iterable[Place]], seed: int, over: threa
 def strangers(*places: Place, count: int = 3) -> Iterator[None]:
     """Threads that call these places meanwhile."""
     over = threading.Event()
-    threads = [threading.Thread(target=knock_for_ever, args=(lambda: places, seed, over)) for seed in range(count)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join(10)
+    with ThreadPoolExecutor(count) as pool:
+        for seed in range(count):
+            pool.submit(knock_for_ever, lambda: places, seed, over)
+        try:
+            yield
+        finally:
+            over.set()
 
 
 @contextmanager
@@ -200,48 +200,36 @@ def be_strangers(folder: Path, seed: int) -> None:
         (folder / f"calls.{seed}").write_text(str(calls))
 
 
-def _knock(connection: socket.socket, seed: int) -> None:
-    """Answer the challenge as a process does that wants to join. Raises OSError where the other side has ended."""
-    received = connection.recv(1 << 16)
-    if not received:
-        raise ConnectionError
-    nonce = json.loads(received[channel._HEAD.size :])["nonce"]
-    connection.sendall(message(kind="knock", nonce=nonce, member=member(random.Random(seed))))
-
-
 @contextmanager
 def knockers(*places: Place, count: int) -> Iterator[None]:
     """``count`` processes that want to join, over the places in turn: they answer the challenge, stay, and call again.
 
     The block begins when all have called once.
     """
-    over, called = threading.Event(), threading.Event()
+    over, called = threading.Event(), set[int]()
 
-    def knock() -> None:
-        waiting = dict.fromkeys(range(count))
-        with selectors.DefaultSelector() as selector:
-            while not over.wait(0.01):
-                for number in [*waiting]:
-                    with suppress(OSError):
-                        connection = socket.create_connection(places[number % len(places)], timeout=2)
-                        selector.register(connection, selectors.EVENT_READ, number)
-                        del waiting[number]
-                called.set()
-                for key, _ in selector.select(0):
-                    connection = key.fileobj
-                    try:
-                        _knock(connection, key.data)
-                    except (OSError, ValueError):
-                        selector.unregister(connection)
-                        connection.close()
-                        waiting[key.data] = None
-            for key in [*selector.get_map().values()]:
-                key.fileobj.close()
+    async def knock(number: int) -> None:
+        while True:
+            with suppress(OSError, asyncio.IncompleteReadError):
+                reader, writer = await asyncio.open_connection(*places[number % len(places)])
+                called.add(number)
+                with closing(writer):
+                    _, length, _ = channel._HEAD.unpack(await reader.readexactly(channel._HEAD.size))
+                    nonce = json.loads(await reader.readexactly(length))["nonce"]
+                    writer.write(message(kind="knock", nonce=nonce, member=member(random.Random(number))))
+                    await reader.read()
+            await asyncio.sleep(0.01)
 
-    thread = threading.Thread(target=knock)
+    async def knock_until_over() -> None:
+        tasks = [asyncio.ensure_future(knock(number)) for number in range(count)]
+        await asyncio.to_thread(over.wait)
+        for task in tasks:
+            task.cancel()
+
+    thread = threading.Thread(target=lambda: asyncio.run(knock_until_over()))
     thread.start()
     try:
-        assert called.wait(30)
+        patience.wait_until(lambda: len(called) == count)
         yield
     finally:
         over.set()

@@ -107,9 +107,3 @@ def test_threads_cannot_make_another_group(comm, name):
     with pytest.raises(qccl.EngineError, match=rf"{name}\(\) is not possible over loopback; use UCX"):
         getattr(comm, name)()
     assert comm.quantized_allreduce(np.ones(10, np.float32))[0] == 2
-
-
-def test_join_needs_an_address():
-    for address in ("host", "host:0", "host:99999", "", None):
-        with pytest.raises(qccl.ArgumentError, match='"host:port"'):
-            qccl.join(address)

@@ -6,21 +6,18 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
 import patience
 import pytest
-from clocks import Clock
 from membership_groups import Group, give_secret, one_group, silent
 
 from qccl.deadline import Deadline
 from qccl.errors import CollectiveTimeout, PeerLost
-from qccl.transports import membership, messages, regroup
+from qccl.transports import messages, regroup
 from qccl.transports.channel import Channel
-from qccl.transports.membership import Agreement
 from qccl.transports.messages import Decision, Message, parse
 from qccl.transports.regroup import MembershipSocket
 from qccl.transports.watch import Watch
@@ -32,12 +29,6 @@ pytestmark = pytest.mark.starts_first
 def with_a_secret(monkeypatch):
     """As after qccl.init(); test_membership_callers.py also runs without one."""
     give_secret(monkeypatch)
-
-
-@pytest.fixture
-def hasty(monkeypatch):
-    """Ranks give up half a second after the time that the one they follow has told them, and not five seconds."""
-    monkeypatch.setattr(membership, "_MARGIN_SECONDS", 0.5)
 
 
 @pytest.mark.parametrize("lost", [{0}, {1}, {3}, {0, 1}, {1, 2, 3}, {0, 1, 2}, set()])
@@ -152,15 +143,8 @@ def test_a_stopped_rank_makes_no_group_beside_those_that_replaced_the_others():
 def test_a_rank_that_was_out_of_reach_hears_of_the_group_from_a_new_process(monkeypatch):
     """No rank that it knows could reach it. The next group remembers it until it has been reached, or has ended."""
     with Group(3) as group, closing(MembershipSocket("127.0.0.1")) as new:
-        far, call = group.ranks[2]._port, regroup.call
         with monkeypatch.context() as patch:
-
-            def cut(place, *more, **how):
-                if place[1] == far:
-                    raise TimeoutError
-                return call(place, *more, **how)
-
-            patch.setattr(regroup, "call", cut)
+            refuse(patch, group.ranks[2], error=TimeoutError)
             with silent(2):
                 assert group.numbers(one_group(group.agree(0, 1))) == [0, 1]
             replaced(group, new)
@@ -184,109 +168,6 @@ def test_another_process_at_the_port_of_a_rank_that_is_left_out(monkeypatch):
             assert group.numbers(one_group(found)) == [0, 1] and found[0] == found[1]
             (own,) = group.run(lambda: other.agree(b"here", 0, 60.0))
             assert isinstance(own, Decision) and [member.id for member in own.members] == [other.id]
-
-
-@pytest.mark.parametrize(("size", "left"), [(2, [1]), (4, [1, 2]), (4, [2, 3]), (5, [0, 4])])
-def test_too_few_ranks_make_no_group(size, left, hasty):
-    """The others are silent, and might make a group, too."""
-    with Group(size) as group:
-        for found in group.agree(*left, timeout=0.3):
-            assert isinstance(found, CollectiveTimeout), found
-
-
-@pytest.mark.parametrize(("size", "left"), [(2, [0]), (4, [0, 3])])
-def test_half_with_rank_0_is_enough(size, left):
-    with Group(size) as group, silent(*{*range(size)} - {*left}):
-        found = group.agree(*left)
-        assert group.numbers(one_group(found)) == left and found[0] == found[-1]
-
-
-def test_two_halves_do_not_make_two_groups(monkeypatch, hasty):
-    """The network is cut between ranks 0, 1 and 2, 3."""
-    with Group(4) as group, silent(2, 3):
-        sides = {rank._port: number // 2 for number, rank in enumerate(group.ranks)}
-        here = threading.local()
-        call = regroup.call
-
-        def cut(place, *more, **how):
-            if sides[place[1]] != here.side:
-                time.sleep(0.05)
-                raise TimeoutError
-            return call(place, *more, **how)
-
-        monkeypatch.setattr(regroup, "call", cut)
-
-        def on_side(rank: int) -> Callable[[], Decision]:
-            def work() -> Decision:
-                here.side = rank // 2
-                return group.work(rank, 60.0 if rank < 2 else 0.5)()
-
-            return work
-
-        found = group.run(*(on_side(rank) for rank in range(4)))
-        assert group.numbers(one_group(found)) == [0, 1]
-        assert all(isinstance(each, CollectiveTimeout) for each in found[2:])
-
-
-def _ends_at(monkeypatch, victim: MembershipSocket, kind: str, number: int) -> None:
-    """``victim`` ends when it is about to send its message ``number`` of this kind; the message is lost."""
-    sent = 0
-    send = regroup.Channel.send
-
-    def lossy(channel, message, *seconds):
-        nonlocal sent
-        owner = victims.get(threading.get_ident())
-        if owner is victim and type(message).__name__ == kind:
-            sent += 1
-            if sent >= number:
-                victim.close()
-                raise SystemExit
-        send(channel, message, *seconds)
-
-    victims: dict[int, MembershipSocket] = {}
-    agree = MembershipSocket.agree
-
-    def noted(self, *arguments, **more):
-        victims[threading.get_ident()] = self
-        return agree(self, *arguments, **more)
-
-    monkeypatch.setattr(regroup.Channel, "send", lossy)
-    monkeypatch.setattr(MembershipSocket, "agree", noted)
-
-
-@pytest.mark.parametrize(
-    ("victim", "kind", "number"),
-    [
-        *((0, kind, number) for kind in ("Wait", "Prepare", "Accept", "Decided") for number in (1, 2, 3)),
-        *((2, kind, 1) for kind in ("Join", "Promised", "Accepted")),
-    ],
-)
-def test_a_further_rank_ends_meanwhile(victim, kind, number, monkeypatch):
-    """Wherever it ends, the others end in one group, which the next agreement makes smaller if it is in it."""
-    with Group(4) as group:
-        if kind in ("Prepare", "Promised"):  # only where the ranks have promised different ballots
-            group.ranks[1].promised = 1, 1
-        _ends_at(monkeypatch, group.ranks[victim], kind, number)
-        left = sorted({0, 1, 2, 3} - {victim})
-
-        def dies() -> Decision:
-            try:
-                return group.work(victim)()
-            except SystemExit:
-                raise PeerLost("ended") from None
-
-        def to_the_end(rank: int) -> Callable[[], Decision]:
-            def work() -> Decision:
-                decision = group.work(rank)()
-                while victim in group.numbers(decision):  # its connection fails
-                    decision = group.work(rank)()
-                return decision
-
-            return work
-
-        found = group.run(dies, *(to_the_end(rank) for rank in left))
-        assert group.numbers(one_group(found[1:])) == left
-        assert all(isinstance(each, Decision) for each in found[1:])
 
 
 def test_newcomers_get_the_numbers_behind_the_others():
@@ -320,35 +201,6 @@ def test_a_newcomer_that_has_ended_is_not_waited_for():
         patience.wait_until(lambda: not group.ranks[0].waiting())  # a system under load may tell its end late
 
 
-def test_a_late_coordinator_that_begins_again_keeps_its_followers(monkeypatch):
-    """The others have waited for it as long as their timeout says when it asks them to come a second time."""
-    clock, obey, waits, is_late = Clock(), Agreement._obey, [], threading.Event()
-    monkeypatch.setattr(regroup, "time", clock)
-
-    def obeys(self: Agreement, message: Message, now: float) -> None:
-        obey(self, message, now)
-        if isinstance(message, messages.Wait) and not is_late.is_set():
-            waits.append(self)
-            if len(waits) == 2:  # ranks 1 and 2
-                clock.ahead = 61.0
-                is_late.set()
-
-    monkeypatch.setattr(Agreement, "_obey", obeys)
-    with Group(4) as group:
-        _ends_at(monkeypatch, group.ranks[3], "Accepted", 1)
-
-        def dies() -> Decision:
-            assert is_late.wait(60)
-            try:
-                return group.work(3)()
-            except SystemExit:
-                raise PeerLost("ended") from None
-
-        found = group.run(dies, group.work(0, 120.0), group.work(1, 60.0), group.work(2, 60.0))
-        assert group.numbers(one_group(found)) in ([0, 1, 2], [0, 1, 2, 3])
-        assert all(isinstance(each, Decision) for each in found[1:]), found
-
-
 @pytest.mark.parametrize("ended", [0, 2])
 def test_another_group_at_the_port_of_a_rank_that_has_ended(ended, monkeypatch):
     """Its answers are not those of the rank, which has ended."""
@@ -361,28 +213,6 @@ def test_another_group_at_the_port_of_a_rank_that_has_ended(ended, monkeypatch):
             left = sorted({0, 1, 2} - {ended})
             found = group.run(*map(group.work, left), lambda: other.agree(b"here", 0, 1.0))
         assert group.numbers(one_group(found[:2])) == left and found[0] == found[1]
-
-
-def test_what_one_rank_may_know_is_decided_again(monkeypatch):
-    """Rank 0 ends when it has told rank 1 alone, and rank 1 goes its way. The others must not make another group."""
-    informed = Agreement.informed
-
-    def in_order(self: Agreement, out_of_reach: Any) -> None:
-        self._joined = dict(sorted(self._joined.items()))  # else it tells first who came first
-        informed(self, out_of_reach)
-
-    monkeypatch.setattr(Agreement, "informed", in_order)
-    with Group(5) as group, silent(1):
-        _ends_at(monkeypatch, group.ranks[0], "Decided", 2)
-
-        def dies() -> Decision:
-            try:
-                return group.work(0)()
-            except SystemExit:
-                raise PeerLost("ended") from None
-
-        found = group.run(dies, *map(group.work, range(1, 5)))
-        assert found[1:] == [one_group(found)] * 4 and group.numbers(found[1]) == [0, 1, 2, 3, 4]
 
 
 def test_a_coordinator_learns_what_it_has_missed():
@@ -400,13 +230,15 @@ def test_a_coordinator_learns_what_it_has_missed():
         assert found[0] == found[1] and one_group(found).epoch == 2 and group.numbers(found[0]) == [1, 2]
 
 
-def refuse(monkeypatch: pytest.MonkeyPatch, *ranks: MembershipSocket) -> None:
-    """A firewall refuses connections to these ranks, which live."""
+def refuse(
+    monkeypatch: pytest.MonkeyPatch, *ranks: MembershipSocket, error: type[OSError] = ConnectionRefusedError
+) -> None:
+    """A firewall refuses connections to these ranks, which live; with TimeoutError it drops them."""
     ports, call = {rank._port for rank in ranks}, regroup.call
 
     def refused(place: tuple[str, int], *more: Any, **how: Any) -> Channel:
         if place[1] in ports:
-            raise ConnectionRefusedError
+            raise error
         return call(place, *more, **how)
 
     monkeypatch.setattr(regroup, "call", refused)

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import patience
@@ -19,16 +19,15 @@ from clocks import Clock
 from membership_groups import Group, give_secret, one_group, silent
 from strangers import UNKNOWN, connected, frame, has_ended, knockers, member, message
 from taps import Tap
-from tls_streams import shake_hands
+from tls_streams import SECRET, shake_hands
 
-from qccl import _host, deadline
+from qccl import deadline
 from qccl.deadline import Deadline
 from qccl.errors import CollectiveTimeout, PeerLost
 from qccl.transports import callers, channel
 from qccl.transports import strangers as dropped
 from qccl.transports.messages import Decided, Decision, Member, Promised
 from qccl.transports.regroup import MembershipSocket
-from qccl.transports.watch import Watch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(autouse=True, params=[False, True], ids=["plain", "secret"])
 def has_secret(request, monkeypatch) -> bool:
     """Groups with a secret, which the strangers do not know, and those without one."""
-    give_secret(monkeypatch, bytes(range(32)) if request.param else None)
+    give_secret(monkeypatch, SECRET if request.param else None)
     return bool(request.param)
 
 
@@ -57,9 +56,10 @@ with Group(3) as group:
 """
 
 
-@contextmanager
-def limited(limit):
-    """A process of three ranks, of which one has left, with at most ``limit`` descriptors, and the others' ports."""
+@pytest.mark.processes
+@pytest.mark.parametrize("limit", [64, 100])
+def test_processes_that_want_to_join_take_no_descriptor_that_ranks_need(limit):
+    """250 of them at each of two ranks, which may open so many descriptors; they call again when they are dropped."""
     process = subprocess.Popen(
         [sys.executable, "-c", LIMITED, str(limit)],
         stdin=subprocess.PIPE,
@@ -69,29 +69,12 @@ def limited(limit):
     )
     with process:
         try:
-            yield process, [int(port) for port in process.stdout.readline().split()]
+            ports = [int(port) for port in process.stdout.readline().split()]
+            with knockers(*(("127.0.0.1", port) for port in ports), count=500):
+                out, _ = process.communicate("\n", timeout=60)
         finally:
             process.kill()
-
-
-@pytest.mark.processes
-def test_silent_connections_take_no_descriptor_that_ranks_need():
-    """600 of them, where a process may have 256 descriptors."""
-    with limited(256) as (process, ports), ExitStack() as stack:
-        for number in range(600):
-            connection = socket.create_connection(("127.0.0.1", ports[number % 2]), timeout=60)
-            stack.callback(connection.close)
-        out, _ = process.communicate("\n", timeout=60)
-        assert out == "[1, 2] True\n"
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("limit", [64, 100])
-def test_processes_that_want_to_join_take_no_descriptor_that_ranks_need(limit):
-    """250 of them at each rank, which call again when they are dropped."""
-    with limited(limit) as (process, ports), knockers(*(("127.0.0.1", port) for port in ports), count=500):
-        out, _ = process.communicate("\n", timeout=60)
-        assert out == "[1, 2] True\n"
+    assert out == "[1, 2] True\n"
 
 
 def test_a_silent_caller_is_dropped_soon_and_a_rank_is_not(monkeypatch):
@@ -150,12 +133,13 @@ def test_a_decision_that_nobody_asked_for(is_left_out, has_secret):
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_an_old_decision(epoch):
+def test_an_old_decision(epoch, has_secret):
     """The ranks are in group 1; a decision on this group, or on the one before, is sent to one of them again."""
     with Group(3) as group:
         known = one_group(group.agree(0, 1, 2))
         old = Decision(epoch, known.members[:1], 0, known.members)
-        with connected(group.ranks[0].place, message(kind="decided", to=group.ranks[0].id, decided=old)):
+        seal = channel.Keys.of(SECRET if has_secret else None).seal
+        with connected(group.ranks[0].place, channel.frame(Decided(group.ranks[0].id, old), seal)):
             found = group.agree(0, 1, 2)
         assert one_group(found).epoch == 2 and found.count(found[0]) == 3
 
@@ -270,7 +254,7 @@ def test_a_decision_for_a_stopped_rank_is_sealed():
         me, other = group.ranks[2], group.ranks[0]
         left_out = Decision(1, (other.member(b"first"),), 0, (me.member(b"first"),))
         content = Decided(me.id, left_out)
-        seal = channel.Keys.of(bytes(range(32))).seal
+        seal = channel.Keys.of(SECRET).seal
         forged = [
             channel.frame(content),
             channel.frame(content, os.urandom(32)),
@@ -287,36 +271,3 @@ def test_a_decision_for_a_stopped_rank_is_sealed():
             stack.enter_context(connected(me.place, channel.frame(content, seal)))
             patience.wait_until(lambda: [*me._callers], me.waiting)
             assert [each.inbox[0].decided for each in me._callers] == [left_out]
-
-
-@with_secret
-def test_a_sealed_decision_is_of_no_use_later():
-    """It is of an earlier epoch then."""
-    with Group(2) as group:
-        me = group.ranks[0]
-        old = Decision(1, (group.ranks[1].member(b"first"),), 0, (me.member(b"first"),))
-        sealed = channel.frame(Decided(me.id, old), channel.Keys.of(bytes(range(32))).seal)
-        assert one_group(group.agree(0, 1)).epoch == 1
-        with connected(me.place, sealed):
-            assert group.numbers(one_group(group.agree(0, 1))) == [0, 1]
-
-
-@with_secret
-def test_those_who_only_look_are_dropped_in_silence(monkeypatch, caplog):
-    """They do no handshake, and are no strangers."""
-    monkeypatch.setattr(dropped, "_reported", set())
-    made = []
-    monkeypatch.setattr(_host, "TlsStream", lambda *arguments: made.append(arguments))
-    with Group(2) as group:
-        watch = Watch([rank.place for rank in group.ranks], greeting=group.ranks[0].greeting)
-        limit = patience.Limit(60)
-        while limit.left() and len(watch._reached) < 2:
-            assert watch.ended([0, 1]) == []
-        for _ in range(20):
-            group.ranks[1].hear()
-            time.sleep(0.005)
-        assert not group.ranks[1]._callers._unknown
-        group.ranks[1].close()
-        patience.wait_until(lambda: watch.ended([0, 1]) == [1])
-        watch.close()
-    assert not made and not caplog.records

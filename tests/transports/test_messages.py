@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import socket
-from contextlib import closing, suppress
 
-import pytest
-from strangers import UNKNOWN, member, mutated, real
+from strangers import UNKNOWN, member
 
-from qccl.transports import channel, messages
+from qccl.transports import messages
 from qccl.transports.messages import Decision, Member
 from qccl.transports.strangers import NotARank
 
@@ -66,38 +63,3 @@ def test_changed_messages_are_refused_or_are_messages():
             for each in [getattr(found, "member", None), *getattr(found, "newcomers", ())]:
                 assert each is None or each == Member.make(each.id, *each.place, each.machine, each.worker)
     assert refused > 1000
-
-
-def test_damaged_frames_end_the_connection():
-    """Mutated frames, given in parts."""
-    for seed in range(300):
-        chosen = random.Random(seed)
-        ours, theirs = socket.socketpair()
-        with ours, theirs, closing(channel.Channel(ours, messages.parse)) as heard:
-            theirs.sendall(mutated(real(chosen), chosen))
-            theirs.close()
-            with suppress(NotARank):
-                heard.hear()
-                assert heard.has_ended
-            assert heard.has_ended
-            assert all(isinstance(each, messages.Message) for each in heard.inbox)
-
-
-@pytest.mark.parametrize(
-    "found",
-    [
-        [UNKNOWN, "127.0.0.1", 1, 2 * UNKNOWN, "z", UNKNOWN],
-        [UNKNOWN, "127.0.0.1", 1, 2 * UNKNOWN, "AAAA" * 3000, UNKNOWN],
-        [UNKNOWN, "127.0.0.1", 1, 2 * UNKNOWN, "AAAA", UNKNOWN],  # another seal
-        [UNKNOWN, "127.0.0.1", 1, "x", "AAAA", UNKNOWN],
-        [UNKNOWN, "a b\x1b", 1, 2 * UNKNOWN, "AAAA", UNKNOWN],
-        [UNKNOWN, "127.0.0.1", True, 2 * UNKNOWN, "AAAA", UNKNOWN],
-        [UNKNOWN, "127.0.0.1", 65536, 2 * UNKNOWN, "AAAA", UNKNOWN],
-        [UNKNOWN, "127.0.0.1", 1, 2 * UNKNOWN, "AAAA"],
-        [],
-        {},
-    ],
-)
-def test_a_process_that_is_none(found):
-    with pytest.raises(NotARank):
-        messages.parse_member(json.dumps(found).encode())

@@ -10,10 +10,14 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
+from types import SimpleNamespace
 
 import patience
 import pytest
+from clocks import Clock
+from tls_streams import SECRET
 
+from qccl import _host
 from qccl.transports import callers, strangers
 from qccl.transports.messages import Member
 from qccl.transports.regroup import MembershipSocket
@@ -157,64 +161,38 @@ def test_machines_that_do_not_answer_cost_one_look_a_moment(monkeypatch):
             caller.connect_ex(place)
         time.sleep(0.05)
         clock = Clock()
+
+        def poll():
+            """It does not wait, and puts the clock forward."""
+
+            def wait(milliseconds):
+                clock.ahead += milliseconds / 1000
+                return real.poll(0)
+
+            real = select.poll()
+            return SimpleNamespace(register=real.register, unregister=real.unregister, poll=wait)
+
+        found = SimpleNamespace(poll=poll, POLLIN=select.POLLIN, POLLOUT=select.POLLOUT)
         monkeypatch.setattr("qccl.deadline.time", clock)
-        monkeypatch.setattr("qccl.transports.watch.select", clock)
+        monkeypatch.setattr("qccl.transports.watch.select", found)
         watch = Watch([place] * 63)
         for look in range(1, 4):
             assert watch.ended(range(63)) == []
             assert len(watch._calls) == 63, "the calls go on"
-            assert clock.now <= look * 0.05, "what a look waits does not grow with the number of ranks"
+            assert clock.ahead <= look * 0.05, "what a look waits does not grow with the number of ranks"
         watch.close()
         assert watch._calls == {}
 
 
-class Clock:
-    """The modules time and select in one, whose time only passes while poll() waits."""
-
-    POLLIN, POLLOUT = select.POLLIN, select.POLLOUT
-
-    def __init__(self):
-        self.now = 0.0
-
-    def monotonic(self):
-        return self.now
-
-    def poll(self):
-        real, clock = select.poll(), self
-
-        class Poll:
-            register, unregister = real.register, real.unregister
-
-            def poll(self, milliseconds):
-                clock.now += milliseconds / 1000
-                return real.poll(0)
-
-        return Poll()
-
-
-@pytest.mark.filterwarnings("error::ResourceWarning")
-def test_a_connection_to_itself_is_none():
-    """TCP makes one where the port is free and the caller happens to get it."""
-
-    class Itself(socket.socket):
-        def connect(self, address):
-            self.bind(address)
-            super().connect(address)
-
-    watch = Watch([free_place()])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket, "socket", Itself)
-        assert watch.ended([0]) == [0]
-    assert watch._connections == {} and not watch._reached
-    watch.close()
-
-
-def test_a_watch_says_what_it_is(monkeypatch, caplog):
-    """The rank that it looked at drops it without a warning, however late it hears of it."""
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_a_watch_says_what_it_is(secret, monkeypatch, caplog):
+    """The rank that it looked at drops it without a warning, however late it hears of it, and without a handshake."""
+    made = []
+    monkeypatch.setattr(_host, "TlsStream", lambda *arguments: made.append(arguments))
     monkeypatch.setattr(strangers, "_reported", set())
     monkeypatch.setattr(callers, "HELLO_SECONDS", 0.05)
-    with closing(MembershipSocket("127.0.0.1")) as rank:
-        watch = Watch([(rank._host, rank._port)])
+    with closing(MembershipSocket("127.0.0.1", secret=secret)) as rank:
+        watch = Watch([(rank._host, rank._port)], greeting=rank.greeting)
         for _ in range(3):
             while not watch._connections:
                 assert watch.ended([0]) == []
@@ -224,7 +202,7 @@ def test_a_watch_says_what_it_is(monkeypatch, caplog):
             assert not rank._callers._unknown and not rank._callers._known
             assert watch.ended([0]) == [], "it is called again"
         watch.close()
-    assert not caplog.records
+    assert not made and not caplog.records
 
 
 def test_a_look_at_other_addresses_keeps_no_connection(monkeypatch, caplog):
