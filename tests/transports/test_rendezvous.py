@@ -97,19 +97,6 @@ def test_rank_0_has_descriptors_for_all_ranks(hard, is_met, port):
     assert is_met or ("did not come to rank 0" in error and "EMFILE" in error), error
 
 
-def test_again_at_the_same_port(port):
-    for _ in range(3):
-        assert ranks(3, port) == [MESSAGE] * 3
-
-
-def test_rank_0_comes_last(port):
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(share, None, 1, 2, ("127.0.0.1", port), 60.0)
-        time.sleep(0.3)
-        share(MESSAGE, 0, 2, ("127.0.0.1", port), 60.0)
-        assert other.result(timeout=60) == MESSAGE
-
-
 @pytest.mark.parametrize(("size", "job", "text"), [(3, "mine", "this is rank 1 of 3"), (2, "yours", "another job")])
 def test_ranks_that_disagree_are_named_on_rank_0(size, job, text, port, end_deadlines):
     """By the deadline: a caller may also belong to another job."""
