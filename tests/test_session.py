@@ -47,6 +47,19 @@ def test_a_set_up_call_misses_who_left(comm, what):
         SET_UP[what](comm)
 
 
+@pytest.mark.parametrize("what", SET_UP)
+@on_ranks(2)
+def test_a_set_up_call_has_a_deadline(comm, missed: threading.Event, what):
+    if comm.rank:
+        assert missed.wait(60)
+        return
+    comm.timeout = 0.3
+    for text in (rf"rank 0 reached the deadline of {what}\(\)", "failed earlier and is unusable"):
+        with pytest.raises(qccl.CollectiveTimeout, match=text):
+            SET_UP[what](comm)
+    missed.set()
+
+
 def test_set_up_calls_have_their_place_among_the_others():
     def run(comm):
         x = np.ones(100, np.float32)

@@ -263,38 +263,6 @@ def test_a_peer_without_tls_is_refused(is_server: bool, data: bytes) -> None:
         refused(each, "TLS handshake failed")
 
 
-@pytest.mark.parametrize("is_server", [False, True])
-def test_random_bytes_are_refused(is_server: bool) -> None:
-    for _ in range(50):
-        here, there = socket.socketpair()
-        each = stream(here, is_server)
-        there.sendall(os.urandom(3000))
-        there.shutdown(socket.SHUT_WR)
-        with there:
-            refused(each, "TLS handshake")
-
-
-def test_a_client_of_pythons_ssl_is_refused() -> None:
-    here, there = socket.socketpair()
-    server = stream(here, True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    failures: list[Exception] = []
-
-    def connect() -> None:
-        try:
-            context.wrap_socket(there).close()
-        except OSError as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=connect)
-    thread.start()
-    refused(server, "TLS handshake failed")
-    thread.join(60)
-    there.close()
-    assert len(failures) == 1
-
-
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("certificate") / "both.pem"

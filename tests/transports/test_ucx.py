@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,8 +17,7 @@ from plain_ranks import free_ports
 from start_ranks import needs_ucx
 
 import qccl
-from qccl.machine_name import machine_name
-from qccl.transports import network, topology, ucx
+from qccl.transports import network, ucx
 from qccl.transports.network import Network
 from qccl.transports.regroup import MembershipSocket
 from qccl.transports.ucx import UcxTransport
@@ -130,13 +128,3 @@ def test_what_to_do_where_ucx_has_too_few_ports(monkeypatch):
             ucx._wire([("NO_SUCH_SETTING", "x")], membership)
     finally:
         membership.close()
-
-
-def test_a_machine_whose_name_is_not_utf_8(monkeypatch):
-    """Python has such bytes as lone surrogates, which cannot be encoded."""
-    usual = topology.machine()
-    monkeypatch.setattr(socket, "gethostname", lambda: "node\udcff")
-    assert machine_name() == "node\\xff" and len(topology.machine()) == len(usual)
-    with qccl.init("host") as comm:
-        assert comm.size == 1
-    assert qccl.run_ranks(2, lambda comm: comm.size) == [2, 2]

@@ -21,7 +21,6 @@ from start_ranks import NETWORKS, needs_ucx
 from ucx_ranks import check_sum, connect, next_group
 
 import qccl
-from qccl import meetings
 from qccl.transports.ucx import UcxTransport
 
 pytestmark = [pytest.mark.starts_first, pytest.mark.processes, needs_ucx]
@@ -49,41 +48,6 @@ def make_calls(*where) -> None:
 )
 def test_the_bits_of_other_transports(size, network):
     check(run(size, make_calls, **NETWORKS[network]))
-
-
-@on_processes(3, over=NETWORKS)
-def test_calls_with_other_counts_are_refused_by_name(*where) -> None:
-    """Calls with other counts are refused on all ranks, by name."""
-    with connect(*where) as comm:
-        x = np.ones(1001 - (comm.rank == 0), np.float32)
-        text = error_of(lambda: comm.quantized_allreduce(x), qccl.MismatchError)
-        assert "count=1000" in text and "count=1001" in text
-
-
-@on_processes(2)
-def test_a_message_of_another_size(*where) -> None:
-    """A message of another size than its receive is a MismatchError of the transport, which names both."""
-    rank, size, address = where
-    host, port = address.split(":")
-    transport = meetings.connect(
-        meetings.of_address("the test", rank, size, (host, int(port))), 30.0 * patience.factor()
-    )
-    memory = np.zeros(100, np.uint8)
-    data = memory.__array_interface__["data"][0]
-    if rank == 0:
-        transport.receive(1, 5000, data, 7, "received")
-    else:
-        transport.send(0, 5000, data, 10, "sent")
-    deadline = time.monotonic() + (3 if rank else 30) * patience.factor()
-    try:
-        while time.monotonic() < deadline:
-            assert "received" not in transport.poll(idle=1)
-    except qccl.MismatchError as error:
-        assert rank == 0 and "rank 1 sent 10 bytes to rank 0, which expected 7" in str(error), error
-    except qccl.PeerLost as error:
-        assert rank == 1 and "rank 0 was lost" in str(error), error
-    else:
-        assert rank == 1, "the sizes differ"
 
 
 # -- the start -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import functools
 import os
 import resource
 import select
-import signal
 import socket
 import stat
 import threading
@@ -279,38 +278,6 @@ def test_nothing_is_taken_from_a_rank_that_was_lost():
             poll_until(lambda: False, wire)
         assert wire.data(token) == bytes(5)
         assert token not in wire.done
-
-
-def test_a_child_keeps_no_connection():
-    """Of a rank that has forked: otherwise nobody would notice that the rank has ended."""
-    reading, writing = os.pipe()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(60)
-        rank = os.fork()
-        if not rank:
-            wire = Wire()
-            wire.connect(1, [NOWHERE + b"\n127.0.0.1 %d" % server.getsockname()[1], wire.native.address()])
-            for _ in range(50):
-                wire.nap()
-            child = os.fork()
-            if child:
-                os.write(writing, b"%d" % child)
-            else:
-                wire.native.close(0)
-                time.sleep(100)
-            os._exit(0)
-        connection, _ = server.accept()
-        child = int(os.read(reading, 100))
-        try:
-            os.waitpid(rank, 0)
-            connection.settimeout(50)
-            while connection.recv(1 << 16):
-                pass
-        finally:
-            os.kill(child, signal.SIGKILL)
-            connection.close()
-            os.close(reading)
-            os.close(writing)
 
 
 def sockets() -> set[int]:
