@@ -168,11 +168,6 @@ def draw_case(choose: Choose, name: str, ranks: int | None = None) -> Case:
     )
 
 
-def random_cases(name: str, number: int, ranks: int) -> list[Case]:
-    """The same in every process."""
-    return [draw_case(random.Random(f"{name} {ranks} {i}").choice, name, ranks) for i in range(number)]
-
-
 def plain_allreduces() -> Iterator[Case]:
     """All-reduces of every codec without state by both algorithms, with each kind of data; the rest is drawn."""
     rounded = [

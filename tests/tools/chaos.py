@@ -173,7 +173,7 @@ def run_groups(of: argparse.Namespace) -> bool:
             if time.monotonic() > until:
                 return
             left_out = ["split"] * (not interrupts) + ["shrink", "join"] * (not interrupts or transport == "gloo")
-            calls = [call for call in of.calls if call not in left_out]
+            calls = [call for call in CALLS if call not in left_out]
             yield LastingGroup(Plan(f"{of.seed} {number}", transport, calls, interrupts, shared), events, until)
 
     counts, wrong = {name: Counter[str]() for name in of.transports}, 0
@@ -200,7 +200,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--notice", type=float, default=2.0, help="seconds from a kill to the error over UCX")
     parser.add_argument("--write", action="store_true", help="write docs/results/chaos-DATE.json")
     parser.add_argument("--strikes", help=f"of {', '.join(STRIKES)}; with --seconds of {', '.join(EVENTS)}")
-    lists = {"transports": ALL_TRANSPORTS, "styles": STYLES, "calls": CALLS}
+    lists = {"transports": ALL_TRANSPORTS, "styles": STYLES}
     for name, allowed in lists.items():
         parser.add_argument(f"--{name}", default=",".join(allowed), help="of " + ", ".join(allowed))
     parser.set_defaults(transports=",".join(TRANSPORTS))
