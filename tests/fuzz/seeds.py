@@ -16,17 +16,21 @@ from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 
+import hostile
 import kernel_calls
 import msgspec
 import numpy as np
 import patience
 import runs
+import threads
 import wan_wires
 from codec_table import ALL
+from fuzz_headers import calls
 
 import qccl
 from qccl import codecs, dtypes
 from qccl.codecs import Codec
+from qccl.collectives.allreduce import one_shot, two_round
 from qccl.costs import group
 from qccl.records import write_record
 from qccl.transports import messages
@@ -71,6 +75,22 @@ def codec_inputs() -> Inputs:
             values = kernel_calls.hard_values(kind, count, dtype.name, rng)
             wire = codec.encode(values, dtype=dtype).tobytes()
             yield struct.pack("<HBBBHBIB", number, dtype.code, flags, 1, count - 1, 0, 0, 0) + wire
+
+
+def header_inputs() -> Inputs:
+    """Honest calls; and the control messages of real ones."""
+    for kind in range(4):
+        call, both = bytes([0, kind]), bytes([1, 0, 1, 1, 1, 1])
+        yield call + both + bytes([4, 0, 7, 4, 1, 7]) * 2
+        yield both + call + bytes([2, 0, 1, 1, 9, 3])
+        yield call * 20 + both * 20
+    plan = 3, ((one_shot, 63), (two_round, 1000)), False
+    for found in threads.outcomes(3, lambda transport: calls(transport, plan)):
+        if isinstance(found, BaseException):
+            raise found
+        for peer, tag, sent in found[1]:
+            if tag == hostile.CONTROL_TAG:
+                yield bytes([0, 1, 3, peer % 2]) + struct.pack("<H", len(sent)) + sent
 
 
 def _frames() -> bytes:
@@ -217,6 +237,7 @@ TARGETS = {
     "addresses": address_inputs,
     "callers": caller_inputs,
     "codecs": codec_inputs,
+    "headers": header_inputs,
     "messages": message_inputs,
     "records": record_inputs,
     "reports": report_inputs,
