@@ -167,26 +167,8 @@ def check_away(timeout: float = 2.0, away: float = 4.0) -> dict[str, Any]:
     return {"seconds": seconds}
 
 
-def measure(mebibytes: int = 64) -> dict[str, Any]:
-    """The time of a call in which two ranks exchange all codes, after a first call."""
-    count = mebibytes << 18
-
-    def run(comm: qccl.Communicator) -> float:
-        x = DeviceArray(np.zeros(count, np.float32))
-        plan = comm.plan("hierarchical_allreduce", count, node_ids=[0, 1], inter="host", algorithm="two_round").bind(x)
-        plan.start().synchronize()
-        comm.barrier()
-        begin = time.perf_counter()
-        plan.start().synchronize()
-        return time.perf_counter() - begin
-
-    seconds = max(_together(2, run))
-    sent = qccl.codecs.get("minmax8").encoded_nbytes(count, "float32")
-    return {"mebibytes": mebibytes, "ms": 1e3 * seconds, "gb_per_s_sent_by_each": sent / seconds / 1e9}
-
-
 def all_checks() -> dict[str, Any]:
     """The whole section."""
     os.environ |= ENVIRONMENT
     sizes = {f"{size} ranks": partial(check, size) for size in (2, 3)}
-    return each_of({**sizes, "order": check_order, "away": check_away, "speed": measure})
+    return each_of({**sizes, "order": check_order, "away": check_away})
