@@ -16,11 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernel_cases import memory_argument
+from kernel_cases import Arrays, memory_argument
 from nvrtc import Nvrtc, Program
 from ptx_program import INSTRUCTION, Module, PtxError
 from ptx_program import Program as Kernel
-from spans import Arrays
 
 from qccl.cuda import cache
 from qccl.cuda import source as cuda_source

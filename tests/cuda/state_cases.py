@@ -9,9 +9,8 @@ import kernel_calls
 import numpy as np
 from codec_table import TABLE, oracle_of
 from kernel_calls import KINDS, hard_values
-from kernel_cases import Case, Operations, Prepared
+from kernel_cases import Arrays, Case, Operations, Prepared
 from oracle import RngCounter
-from spans import Arrays
 
 from qccl import codecs, dtypes
 from qccl.codecs.floats import from_float32

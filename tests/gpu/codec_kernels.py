@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 from device import DeviceArray, Kernels
-from kernel_cases import CASES, memory_argument
+from kernel_cases import CASES, Arrays, memory_argument
 from reports import FAILED, report
 from sanitizer import on_case
-from spans import Arrays
 from state_cases import COMMITS, STATE_CASES, AnyCase, prepared
 
 from qccl.cuda.kernels import kernels
