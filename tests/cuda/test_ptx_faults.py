@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -41,62 +40,49 @@ FINITE, SPOILT = CommitCase(FLOAT32, None, 0.0), CommitCase(FLOAT32, 8999, float
 AFTER_A_FAILURE = CommitCase(FLOAT32, 0, "a failure")
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """What replaces a text of a header, and a case whose result is then wrong."""
-
-    name: str
-    header: str
-    text: str
-    replacement: str
-    case: AnyCase
-
-    def __str__(self) -> str:
-        return self.name
-
-
+#: a name, what replaces a text of a header, and a case whose result is then wrong
 MISTAKES = (
-    Mistake("a store beyond the unit", "cuda/tile.h", "if (row * kPerRow<T> + i / steps < unit.warp_size) to", "to",
-            UNALIGNED),
-    Mistake("a load beyond the unit", "cuda/tile.h", "smaller(row * kPerRow<T> + i / steps, unit.warp_size - 1)",
-            "(row * kPerRow<T> + i / steps)", UNALIGNED),
-    Mistake("wide accesses everywhere", "cuda/tile.h", "(alignment - 1)) == 0", "(alignment - 1)) >= 0", UNALIGNED),
-    Mistake("a lane is missing", "cuda/instructions.h", "kAllLanes = 0xffffffffu", "kAllLanes = 0x7fffffffu", ALIGNED),
-    Mistake("halves are swapped", "cuda/instructions.h", '"f"(second), "f"(first)', '"f"(first), "f"(second)', ALIGNED),
-    Mistake("values are cut off", "cuda/instructions.h", "cvt.rn.bf16x2.f32", "cvt.rz.bf16x2.f32", ALIGNED),
-    Mistake("own values come first", "cuda/kernels.h", "if (k == own_index)", "if (k == 0)", OWN_LAST),
-    Mistake("a sum lacks its last term", "cuda/team.h", "i < n && i < tile", "i + 1 < n && i < tile", ONE_BIT),
-    Mistake("shared values are not reduced", "cuda/team.h", "k > most ? k", "false ? k", DITHERING),
-    Mistake("the residual is dropped", "state.h", "total + residual * factor", "total", TILED),
-    Mistake("the residual of a bucket is dropped", "state.h", "total + residual * factor", "total", BUCKETED),
-    Mistake("a residual is the total", "state.h", "(total - decoded) * lr", "total * lr", TILED),
-    Mistake("a residual lacks the rate", "state.h", "(total - decoded) * lr", "total - decoded", SENDER),
-    Mistake("the residual does not decay", "state.h", "beta * (1.0f / lr)", "1.0f / lr", BUCKETED),
-    Mistake("momentum is dropped", "state.h", "x + mu * next", "x", TILED),
-    Mistake("momentum lacks the old one", "state.h", "mu * momentum + x", "x", SENDER),
-    Mistake("a product is fused with a sum", "state.h", "mu * momentum + x", "__fmaf_rn(mu, momentum, x)", SENDER),
-    Mistake("a residual ignores rounding", "cuda/kernels.h", "out ? rounded<T>(value) : value", "value", TILED),
-    Mistake("a residual is cut off", "state.h", "R::from_float((total - decoded) * lr)",
-            "(typename R::Storage)(bits_of((total - decoded) * lr) >> 16)", SENDER),
-    Mistake("all buckets have one residual", "cuda/state.h", "job.residual, first)", "job.residual, 0)", BUCKETED),
-    Mistake("one new residual", "cuda/state.h", "job.new_residual, first)", "job.new_residual, 0)", BUCKETED),
-    Mistake("one momentum", "cuda/state.h", "job.momentum, first)", "job.momentum, 0)", SENDER),
-    Mistake("one random number", "cuda/state.h", "reduce.index + first", "reduce.index", SENDER),
-    Mistake("the other wire", "cuda/bucket.h", "sources[job.first_source + k]", "sources[k]", BUCKETED),
-    Mistake("the next residuals", "cuda/kernels.h", "state->residual, 0)", "state->residual, 8)", TILED),
-    Mistake("no scale", "cuda/state.h", "if (reduce.scale != 1.0f)", "if (false)", BUCKETED),
-    Mistake("no barrier before adding", "cuda/bucket.h", "neutral<Op>(); });\n  team.sync();",
-            "neutral<Op>(); });", OWNER),
-    Mistake("no barrier after zeros", "cuda/state.h", "0.0f); });\n      team.sync();", "0.0f); });", SPARSE_SENDER),
-    Mistake("no barrier after encoding", "cuda/state.h", "parameters));\n  team.sync();", "parameters));", OWNER),
-    Mistake("no barrier after decoding", "cuda/state.h", "out);\n    team.sync();", "out);", BUCKETED),
-    Mistake("no wait for the job", "cuda/kernels.h", "__syncwarp(kAllLanes);", "", TILED),
-    Mistake("a commit in spite of infinity", "cuda/state.h", "if (!is_finite(", "if (false && !is_finite(", SPOILT),
-    Mistake("a commit without a look", "cuda/state.h", "if (*parameters.scratch) return;", "", SPOILT),
-    Mistake("a commit after a failure", "cuda/state.h", "&& *memory.failed", "&& false", AFTER_A_FAILURE),
-    Mistake("a commit of too much", "cuda/state.h", "rest < kCommitted ? rest : kCommitted", "kCommitted", FINITE),
-    Mistake("a commit of one half", "cuda/state.h", "copy_elements<Float32>(memory, job, first, n)",
-            "copy_elements<BFloat16>(memory, job, first, n)", FINITE),
+    ("a store beyond the unit", "cuda/tile.h", "if (row * kPerRow<T> + i / steps < unit.warp_size) to", "to",
+     UNALIGNED),
+    ("a load beyond the unit", "cuda/tile.h", "smaller(row * kPerRow<T> + i / steps, unit.warp_size - 1)",
+     "(row * kPerRow<T> + i / steps)", UNALIGNED),
+    ("wide accesses everywhere", "cuda/tile.h", "(alignment - 1)) == 0", "(alignment - 1)) >= 0", UNALIGNED),
+    ("a lane is missing", "cuda/instructions.h", "kAllLanes = 0xffffffffu", "kAllLanes = 0x7fffffffu", ALIGNED),
+    ("halves are swapped", "cuda/instructions.h", '"f"(second), "f"(first)', '"f"(first), "f"(second)', ALIGNED),
+    ("values are cut off", "cuda/instructions.h", "cvt.rn.bf16x2.f32", "cvt.rz.bf16x2.f32", ALIGNED),
+    ("own values come first", "cuda/kernels.h", "if (k == own_index)", "if (k == 0)", OWN_LAST),
+    ("a sum lacks its last term", "cuda/team.h", "i < n && i < tile", "i + 1 < n && i < tile", ONE_BIT),
+    ("shared values are not reduced", "cuda/team.h", "k > most ? k", "false ? k", DITHERING),
+    ("the residual is dropped", "state.h", "total + residual * factor", "total", TILED),
+    ("the residual of a bucket is dropped", "state.h", "total + residual * factor", "total", BUCKETED),
+    ("a residual is the total", "state.h", "(total - decoded) * lr", "total * lr", TILED),
+    ("a residual lacks the rate", "state.h", "(total - decoded) * lr", "total - decoded", SENDER),
+    ("the residual does not decay", "state.h", "beta * (1.0f / lr)", "1.0f / lr", BUCKETED),
+    ("momentum is dropped", "state.h", "x + mu * next", "x", TILED),
+    ("momentum lacks the old one", "state.h", "mu * momentum + x", "x", SENDER),
+    ("a product is fused with a sum", "state.h", "mu * momentum + x", "__fmaf_rn(mu, momentum, x)", SENDER),
+    ("a residual ignores rounding", "cuda/kernels.h", "out ? rounded<T>(value) : value", "value", TILED),
+    ("a residual is cut off", "state.h", "R::from_float((total - decoded) * lr)",
+     "(typename R::Storage)(bits_of((total - decoded) * lr) >> 16)", SENDER),
+    ("all buckets have one residual", "cuda/state.h", "job.residual, first)", "job.residual, 0)", BUCKETED),
+    ("one new residual", "cuda/state.h", "job.new_residual, first)", "job.new_residual, 0)", BUCKETED),
+    ("one momentum", "cuda/state.h", "job.momentum, first)", "job.momentum, 0)", SENDER),
+    ("one random number", "cuda/state.h", "reduce.index + first", "reduce.index", SENDER),
+    ("the other wire", "cuda/bucket.h", "sources[job.first_source + k]", "sources[k]", BUCKETED),
+    ("the next residuals", "cuda/kernels.h", "state->residual, 0)", "state->residual, 8)", TILED),
+    ("no scale", "cuda/state.h", "if (reduce.scale != 1.0f)", "if (false)", BUCKETED),
+    ("no barrier before adding", "cuda/bucket.h", "neutral<Op>(); });\n  team.sync();",
+     "neutral<Op>(); });", OWNER),
+    ("no barrier after zeros", "cuda/state.h", "0.0f); });\n      team.sync();", "0.0f); });", SPARSE_SENDER),
+    ("no barrier after encoding", "cuda/state.h", "parameters));\n  team.sync();", "parameters));", OWNER),
+    ("no barrier after decoding", "cuda/state.h", "out);\n    team.sync();", "out);", BUCKETED),
+    ("no wait for the job", "cuda/kernels.h", "__syncwarp(kAllLanes);", "", TILED),
+    ("a commit in spite of infinity", "cuda/state.h", "if (!is_finite(", "if (false && !is_finite(", SPOILT),
+    ("a commit without a look", "cuda/state.h", "if (*parameters.scratch) return;", "", SPOILT),
+    ("a commit after a failure", "cuda/state.h", "&& *memory.failed", "&& false", AFTER_A_FAILURE),
+    ("a commit of too much", "cuda/state.h", "rest < kCommitted ? rest : kCommitted", "kCommitted", FINITE),
+    ("a commit of one half", "cuda/state.h", "copy_elements<Float32>(memory, job, first, n)",
+     "copy_elements<BFloat16>(memory, job, first, n)", FINITE),
 )  # fmt: skip
 
 
@@ -111,12 +97,16 @@ def right(case: AnyCase) -> None:
     ordinary(case).check(PtxEmulator(nvrtc_13()))
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=str)
-def test_a_mistake_in_the_source_is_found(mistake: Mistake, tmp_path: Path) -> None:
-    right(mistake.case)
-    emulator = changed(tmp_path / "kernels", mistake.header, mistake.text, mistake.replacement)
+@pytest.mark.parametrize(
+    ("header", "text", "replacement", "case"), [pytest.param(*rest, id=name) for name, *rest in MISTAKES]
+)
+def test_a_mistake_in_the_source_is_found(
+    header: str, text: str, replacement: str, case: AnyCase, tmp_path: Path
+) -> None:
+    right(case)
+    emulator = changed(tmp_path / "kernels", header, text, replacement)
     with pytest.raises((Fault, AssertionError), match=r"line \d+, thread|differ from the host's|written outside"):
-        ordinary(mistake.case).check(emulator)
+        ordinary(case).check(emulator)
 
 
 SYNCHRONISATION = re.compile(r"__sync(?:threads|warp)\((?:kAllLanes)?\);")
