@@ -176,14 +176,17 @@ def test_ranks_on_a_fake_gpu(monkeypatch):
     monkeypatch.setattr(ranks, "CALLS", tuple((a, d, min(n, 5000)) for a, d, n in ranks.CALLS))
     monkeypatch.setattr(ranks, "RATE_NBYTES", 20_000)
     one_at_a_time, captured = threading.Lock(), calls._captured
+    begin, end = threading.Barrier(2), threading.Barrier(2)
 
     def alone(stream, comm, call):
         """The fake refuses in a capture of any thread what a capture forbids."""
         call()
         comm.check()
         comm.barrier()
+        begin.wait(60)  # a rank may still poll for the barrier, which allocates
         with one_at_a_time:
             graph = captured(stream, SimpleNamespace(check=lambda: None), call)
+        end.wait(60)
         comm.barrier()
         return graph
 
