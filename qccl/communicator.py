@@ -205,15 +205,8 @@ class Communicator(Collectives):
 
     def __repr__(self) -> str:
         session = self._session
-        state = "closed" if session.closed else "failed" if session.failure else self._carriers()
+        state = "closed" if session.closed else "failed" if session.failure else self.transport.carrier
         return f"<Communicator rank {self.rank} of {self.size}, {state}>"
-
-    def _carriers(self) -> str:
-        """The transport, and which ranks are reached by another one."""
-        name, carriers = self.transport.name, self.transport.carriers
-        others = sorted({*carriers} - {name})
-        ranks = {other: [str(rank) for rank, each in enumerate(carriers) if each == other] for other in others}
-        return "; ".join([name, *(f"{other} with {', '.join(ranks[other])}" for other in others)])
 
     # -- collectives -------------------------------------------------------------------------------------------------
 

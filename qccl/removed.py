@@ -39,6 +39,8 @@ VALUES: dict[str, str] = {
 #: environment variables
 VARIABLES: dict[str, str] = {
     "QCCL_RELAY": "connect the machines by WireGuard or ssh (docs/howto/behind-nat.md)",
+    "QCCL_WAN_SHARED_MEMORY": "set UCX_TLS=tcp to keep the ranks of a machine from sharing memory over wan",
+    "QCCL_ALL_GATHER_CODEC": "pass pg_options=qccl.torch.Options(all_gather_codec=...) to init_process_group()",
 }
 #: commands of qccl-bench
 COMMANDS: dict[str, str] = {

@@ -36,7 +36,6 @@ OPENERS = {
     "bench/tcp.py": "/proc",
     "cuda/cache.py": "the cache's folder",
     "cuda/source.py": "the package's own headers",
-    "transports/invitation.py": "/proc, and memory without a name",
     "transports/secret.py": "a new token, which replaces nothing",
 }
 _OPENING = re.compile(

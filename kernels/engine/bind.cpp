@@ -63,12 +63,12 @@ OnFault python_fault(nb::callable fault) {
   };
 }
 
-std::shared_ptr<PartWire> make_ucx(const UcxFunctions& functions,
-                                   const std::vector<std::pair<std::string, std::string>>& config, nb::callable fault) {
+std::shared_ptr<GroupWire> make_ucx(const UcxFunctions& functions,
+                                    const std::vector<std::pair<std::string, std::string>>& config, nb::callable fault) {
   return make_ucx_wire(functions, config, python_fault(std::move(fault)));
 }
 
-std::shared_ptr<WanWire> make_wan(int listener, const nb::bytes& address, const TlsFunctions& functions,
+std::shared_ptr<GroupWire> make_wan(int listener, const nb::bytes& address, const TlsFunctions& functions,
                                     const std::optional<nb::bytes>& secret, const std::string& congestion_control,
                                     int connections, double away_seconds, nb::callable fault) {
   WanSettings settings;
@@ -311,20 +311,9 @@ void bind_wires(nb::module_& m) {
            "the system refuses a thread.")
       .def("progress", &GroupWire::progress, "idle"_a, Release())
       .def("close", &GroupWire::close, "seconds"_a, Release());
-  nb::class_<PartWire, GroupWire>(m, "PartWire", "Transfers that another wire may share out.");
-  nb::class_<WanWire, PartWire>(m, "WanWire", "Transfers between sites.")
-      .def("leave", &WanWire::leave, "ranks"_a, Release(),
-           "End the connections to ranks that are reached in another way from now on, when all that was sent has "
-           "come.");
-  nb::class_<MixedWire, GroupWire>(
-      m, "MixedWire",
-      "Transfers by shared memory and between sites. Owns the descriptor until share() or close().")
-      .def(nb::new_(&make_mixed_wire), "memory"_a, "sites"_a, "descriptor"_a)
-      .def("reach", [](MixedWire& wire, const std::vector<nb::bytes>& addresses) { wire.reach(all(addresses)); },
-           "addresses"_a,
-           "Connect the memory to the ranks whose address, by rank, is not empty. Raises as connect() does.")
-      .def("share", &MixedWire::share, "ranks"_a, Release(),
-           "Use shared memory for all later messages to and from the ranks. Once, when no transfer is under way.");
+  m.def("mixed_wire", &make_mixed_wire, "memory"_a, "sites"_a,
+        "Transfers by shared memory, to ranks whose address for connect() has a part for it behind a zero byte, and "
+        "between sites.");
   m.def("ucx_function_names", &ucx_function_names);
   m.def("ucx_wire", &make_ucx, "functions"_a, "config"_a, "fault"_a,
            "Transfers by UCX. functions: addresses, in the order of ucx_function_names(); config: settings by "

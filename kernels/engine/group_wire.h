@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -31,6 +32,12 @@ struct WireError : std::runtime_error {
 // Returns those of some ranks whose processes have ended; a wire asks when nothing has completed for a while.
 using FindEnded = std::function<std::vector<int>(const std::vector<int>& ranks)>;
 
+// How a thread may wait for a wire.
+struct Rest {
+  int descriptor = -1;  // becomes readable when there may be something to do; -1: there is none
+  double pause = 0;     // seconds for which the thread need not look at the descriptor
+};
+
 // Several threads may call it at once.
 struct GroupWire : Wire {
   // Transfers with this bit in their token set the group up: poll() does not report them, set_up_completed() counts them.
@@ -51,22 +58,10 @@ struct GroupWire : Wire {
   // Deliver what was sent, for at most `seconds`; then close the connections. From then on no transfer touches the
   // caller's memory.
   virtual void close(double seconds) = 0;
-};
 
-// How a thread may wait for a wire.
-struct Rest {
-  int descriptor = -1;  // becomes readable when there may be something to do; -1: there is none
-  double pause = 0;     // seconds for which the thread need not look at the descriptor
-  // Whether to poll again at once.
-  bool is_none() const { return descriptor < 0 && pause <= 0; }
-};
-
-// A wire that may be a part of another one, which waits for all its parts together.
-struct PartWire : GroupWire {
-  // Before a wait, if poll(0) has found nothing `idle` times in a row. It may yield the processor first.
-  virtual Rest rest(std::uint64_t idle) = 0;
-  // After the wait: looks for processes that have ended. The next poll() tells of them.
-  virtual void slept() = 0;
+  // Before a wait for several wires together, after a poll(0) that has found nothing. Looks for processes that have ended;
+  // the next poll() tells of them. None: poll again at once.
+  virtual std::optional<Rest> rest() { return std::nullopt; }
 };
 
 }  // namespace qccl

@@ -68,9 +68,8 @@ class Reports {
   std::optional<WireFault> fault_, mismatch_;
 };
 
-// A wire that connects a group, and reports to those who poll it. `Interface`: PartWire or what extends it.
-template <class Interface>
-class ReportingWire : public Interface {
+// A wire that connects a group, and reports to those who poll it.
+class ReportingWire : public GroupWire {
  public:
   void poll(std::uint64_t idle, std::vector<Token>& completed) final {
     thread_.note_caller();

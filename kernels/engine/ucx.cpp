@@ -84,7 +84,7 @@ void check_started(int status, const char* function) {
   if (status) throw WireError(std::string(function) + " failed with UCX status " + std::to_string(status));
 }
 
-class Worker final : public ReportingWire<PartWire> {
+class Worker final : public ReportingWire {
  public:
   Worker(const UcxFunctions& functions, const std::vector<std::pair<std::string, std::string>>& config,
          OnFault fault)
@@ -167,20 +167,13 @@ class Worker final : public ReportingWire<PartWire> {
 
   void set_spins(std::uint64_t spins) override { spins_ = spins; }
 
-  Rest rest(std::uint64_t idle) override {
+  std::optional<Rest> rest() override {
     Lock lock(mutex_);
-    if (!worker_ || reports_.has_completed() || has_fault()) return {};
-    look_now_and_then(idle, lock);
-    if (!worker_ || keeps_processor(idle)) return {};
+    if (worker_) look_for_ended(lock);
+    if (!worker_ || reports_.has_completed() || has_fault()) return std::nullopt;
     const std::optional<int> descriptor = arm();
-    if (!descriptor) return {};
-    return {*descriptor, *descriptor < 0 ? 1e-3 * kSleepMilliseconds : 0};
-  }
-
-  void slept() override {
-    Lock lock(mutex_);
-    if (worker_) exhaust();
-    if (worker_ && !reports_.has_completed()) look_for_ended(lock);
+    if (!descriptor) return std::nullopt;
+    return Rest{*descriptor};
   }
 
   void close(double seconds) override {
@@ -440,8 +433,8 @@ class Worker final : public ReportingWire<PartWire> {
 
 const std::vector<const char*>& ucx_function_names() { return kNames; }
 
-std::shared_ptr<PartWire> make_ucx_wire(const UcxFunctions& functions,
-                                        const std::vector<std::pair<std::string, std::string>>& config, OnFault fault) {
+std::shared_ptr<GroupWire> make_ucx_wire(const UcxFunctions& functions,
+                                         const std::vector<std::pair<std::string, std::string>>& config, OnFault fault) {
   return std::make_shared<Worker>(functions, config, std::move(fault));
 }
 

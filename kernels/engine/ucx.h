@@ -17,7 +17,7 @@ const std::vector<const char*>& ucx_function_names();
 
 // One worker, and an endpoint to each peer whose address is not empty. `config` has UCX's settings by name. Throws WireError where UCX cannot
 // be started, and std::system_error.
-std::shared_ptr<PartWire> make_ucx_wire(const UcxFunctions& functions,
-                                        const std::vector<std::pair<std::string, std::string>>& config, OnFault fault);
+std::shared_ptr<GroupWire> make_ucx_wire(const UcxFunctions& functions,
+                                         const std::vector<std::pair<std::string, std::string>>& config, OnFault fault);
 
 }  // namespace qccl

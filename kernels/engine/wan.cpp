@@ -41,7 +41,7 @@ constexpr double kPauseRoundTrips = 0.01, kShortestPauseSeconds = 0.0001, kLonge
 // Time without a completion after which ended processes are looked for, and between two looks.
 constexpr std::chrono::milliseconds kQuiet(1000), kBetweenLooks(500);
 
-class Sites final : public ReportingWire<WanWire> {
+class Sites final : public ReportingWire {
  public:
   Sites(const WanSettings& settings, OnFault fault)
       : ReportingWire(std::move(fault)), settings_(settings), process_(getpid()), links_(settings_, group_) {}
@@ -78,20 +78,11 @@ class Sites final : public ReportingWire<WanWire> {
     collect(from);
   }
 
-  void leave(const std::vector<int>& ranks) override {
-    const Lock lock(mutex_);
-    for (const int rank : ranks) group_.at(rank).is_leaving = true;
-  }
-
-  Rest rest(std::uint64_t) override {
-    const Lock lock(mutex_);
-    if (is_closed_ || reports_.has_completed() || has_fault() || has_pending_) return {};
-    return {links_.descriptor(), pause()};
-  }
-
-  void slept() override {
+  std::optional<Rest> rest() override {
     Lock lock(mutex_);
-    if (!is_closed_) look_again(lock);
+    if (!is_closed_) look_for_ended(lock);
+    if (is_closed_ || reports_.has_completed() || has_fault() || has_pending_) return std::nullopt;
+    return Rest{links_.descriptor(), pause()};
   }
 
   void close(double limit) override {
@@ -132,7 +123,9 @@ class Sites final : public ReportingWire<WanWire> {
     lock.unlock();
     sleep(length);
     lock.lock();
-    if (!is_closed_) look_again(lock);
+    if (is_closed_) return;
+    move();
+    if (!reports_.has_completed()) look_for_ended(lock);
   }
 
   // In the wire's thread. Its time is not the other ranks': nobody waits for them.
@@ -147,12 +140,6 @@ class Sites final : public ReportingWire<WanWire> {
     lock.unlock();
     pollfd waited[] = {{links_.descriptor(), POLLIN, 0}, {wakeup, POLLIN, 0}};
     ::poll(waited, 2, WireThread::kSleepMilliseconds);
-  }
-
-  // What has come during a sleep.
-  void look_again(Lock& lock) {
-    move();
-    if (!reports_.has_completed()) look_for_ended(lock);
   }
 
   // Far away from the others a pause costs little time, and saves the processor from every single packet.
@@ -204,8 +191,6 @@ class Sites final : public ReportingWire<WanWire> {
     if (measures) find_nearest();
     for (Peer& peer : group_.peers)
       if (peer.rank != rank_) pump(peer);
-    for (Peer& peer : group_.peers)
-      if (peer.is_leaving && peer.lost.empty() && peer.out.is_empty()) end_connections(peer);
     for (Peer& peer : group_.peers) {
       if (peer.rank == rank_ || !peer.lost.empty()) continue;
       links_.call_missing(peer, now);
@@ -318,13 +303,6 @@ class Sites final : public ReportingWire<WanWire> {
 
   // -- ranks that are lost, and the end -------------------------------------------------------------------------------
 
-  // Of a rank whose messages go another way, and that has acknowledged everything.
-  void end_connections(Peer& peer) {
-    peer.lose("its messages go another way");  // of which nothing is told, because no transfer waits for it here
-    links_.end(peer);
-    peer.round_trip = 0;
-  }
-
   void look_for_ended(Lock& lock) {
     if (!quiet_.is_over() || has_fault()) return;
     std::vector<int> waited;
@@ -391,7 +369,7 @@ class Sites final : public ReportingWire<WanWire> {
 
 }  // namespace
 
-std::shared_ptr<WanWire> make_wan_wire(const WanSettings& settings, OnFault fault) {
+std::shared_ptr<GroupWire> make_wan_wire(const WanSettings& settings, OnFault fault) {
   return std::make_shared<Sites>(settings, std::move(fault));
 }
 

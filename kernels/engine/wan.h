@@ -18,13 +18,9 @@ struct WanSettings {
   double away_seconds = 60;        // in which a rank must be reached again
 };
 
-struct WanWire : PartWire {
-  // These ranks are reached in another way from now on: ends the connections to them when all that was sent has come.
-  virtual void leave(const std::vector<int>& ranks) = 0;
-};
-
 // An address has lines: 32 hexadecimal digits, random for each wire, and the number of `connections`; then "HOST PORT", in
-// numbers, for each place where the rank can be reached, best first. Two ranks have the smaller one of their numbers.
-std::shared_ptr<WanWire> make_wan_wire(const WanSettings& settings, OnFault fault);
+// numbers, for each place where the rank can be reached, best first. Two ranks have the smaller one of their numbers; with
+// 0 they have no connection at all.
+std::shared_ptr<GroupWire> make_wan_wire(const WanSettings& settings, OnFault fault);
 
 }  // namespace qccl

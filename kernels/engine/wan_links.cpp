@@ -56,6 +56,7 @@ void Links::begin(int rank, const std::vector<std::string>& addresses, double no
     peer.rank = static_cast<int>(i);
     peer.places = parsed[i].places;
     peer.down_since = now;
+    if (!parsed[i].connections) peer.lose("its messages go another way");  // which nobody hears: no transfer waits for it
     peer.links.assign(static_cast<std::size_t>(std::min({settings_.connections, parsed[i].connections, most})) + 1, 0);
     peer.next_dial.assign(peer.links.size(), now + (calls_first(peer) ? 0 : kSecondSeconds));
   }
@@ -271,13 +272,6 @@ void Links::drop(std::uint64_t id) {
     ::close(link.descriptor);
   }
   links_.erase(found);
-}
-
-void Links::end(Peer& peer) {
-  for (const std::uint64_t id : std::vector<std::uint64_t>(peer.links)) {
-    if (Link* const link = find(id); link && link->is_up) link->connection->shut();
-    drop(id);
-  }
 }
 
 void Links::shut() {

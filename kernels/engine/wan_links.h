@@ -47,8 +47,6 @@ class Links {
 
   // Ends a connection; what it may not have delivered goes over another one.
   void drop(std::uint64_t id);
-  // Ends all connections to a rank in order.
-  void end(Peer& peer);
   // Tells the other sides that nothing more comes.
   void shut();
   // Destroys connections that were dropped. Not while a function of one of them runs.

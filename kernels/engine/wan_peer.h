@@ -40,7 +40,6 @@ struct Peer {
   std::vector<std::uint64_t> links;  // by slot; 0: none. Slot 0 is for short messages
   std::vector<double> next_dial;
   std::string lost;                              // why; nothing more is sent to it or received
-  bool is_leaving = false;                       // its messages go another way
   double down_since = 0;                         // 0: there is a connection, and something has come over it
   std::uint64_t acknowledgements = 0;            // said to it
   double lossy_until = 0;                        // packets to it were lost lately

@@ -22,9 +22,8 @@ from qccl.errors import EngineError, QcclError
 from qccl.launchers import Launcher, detect
 from qccl.transports import tls, ucx
 from qccl.transports.choice import Offer, choose, refusal_of_mpi, wanted_transport
-from qccl.transports.invitation import machine
-from qccl.transports.neighbours import may_share_memory
 from qccl.transports.secret import is_insecure, token_key
+from qccl.transports.wan import memory_obstacle
 
 __all__ = ["info"]
 
@@ -141,10 +140,8 @@ def _wan() -> str:
 
 
 def _inside_machines() -> str:
-    """What carries the messages of ranks that wan connects, and that are on one machine. Raises QcclError."""
-    if not may_share_memory():
-        return "inside a machine wan, too: QCCL_WAN_SHARED_MEMORY is 0"
-    reason = obstacle("ucx") or ("" if machine() else "this system does not say who can share memory")
+    """What carries the messages of ranks that wan connects, and that are on one machine."""
+    reason = memory_obstacle()
     return f"inside a machine {f'wan, too: {reason}' if reason else 'ucx by shared memory'}"
 
 

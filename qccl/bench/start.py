@@ -114,7 +114,8 @@ def share_of_processors(ranks: int) -> int:
 def _network(transport: str | None, lab: Lab | None) -> dict[str, str]:
     """Settings that keep the traffic on the lab's links, or without a lab on this machine."""
     if lab:
-        return {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": INTERFACE, "GLOO_SOCKET_IFNAME": INTERFACE}
+        found = {"UCX_NET_DEVICES": INTERFACE, "GLOO_SOCKET_IFNAME": INTERFACE}
+        return found if transport == "wan" else found | {"UCX_TLS": "tcp,self"}  # over wan a node's ranks share memory
     return {"GLOO_SOCKET_IFNAME": "lo"} if transport == "gloo" else {}
 
 

@@ -16,7 +16,7 @@ __all__ = ["Options"]
 class Options:
     """What a process group of the backend "qccl" compresses; pass it as ``pg_options``, the same on all ranks.
 
-    An option that is given here wins over its environment variable.
+    An option that is given here wins over its environment variable; all_gather_codec has none.
 
     Attributes:
         codec: of sums and means (all-reduce and reduce-scatter), e.g. "minmax8"; by default QCCL_CODEC, or else
@@ -24,17 +24,14 @@ class Options:
             Communicator.quantized_allreduce().
         min_bytes: calls with fewer bytes are exact; by default QCCL_MIN_BYTES, or else 64 KiB. It counts the larger
             side of a call: the input of a reduce-scatter, the output of an all-gather, all tensors of a coalesced call.
-        all_gather_codec: of all-gather, which often carries parameters; by default QCCL_ALL_GATHER_CODEC, or else
-            "none", which is exact.
+        all_gather_codec: of all-gather, which often carries parameters; by default "none", which is exact.
 
     Raises CodecError, ArgumentError: a codec does not exist, or keeps state; or min_bytes is not a number of bytes.
     """
 
-    codec: CodecLike = field(default_factory=lambda: _codec_from_environment("QCCL_CODEC", "minmax8"))
+    codec: CodecLike = field(default_factory=lambda: _codec_from_environment())
     min_bytes: int = field(default_factory=lambda: _bytes_from_environment())
-    all_gather_codec: CodecLike = field(
-        default_factory=lambda: _codec_from_environment("QCCL_ALL_GATHER_CODEC", "none")
-    )
+    all_gather_codec: CodecLike = "none"
 
     def __str__(self) -> str:
         sums, gathers = codec_text(self.codec), codec_text(self.all_gather_codec)
@@ -56,13 +53,13 @@ def _bytes_from_environment() -> int:
     return int(text)
 
 
-def _codec_from_environment(variable: str, default: str) -> str:
-    text = os.environ.get(variable) or default
+def _codec_from_environment() -> str:
+    text = os.environ.get("QCCL_CODEC") or "minmax8"
     try:
         codec = lossiest(text)
     except CodecError as error:
-        raise CodecError(f"{variable}={text!r}: {error}") from error
-    _check_stateless(f"{variable}={text!r}", codec)
+        raise CodecError(f"QCCL_CODEC={text!r}: {error}") from error
+    _check_stateless(f"QCCL_CODEC={text!r}", codec)
     return text
 
 

@@ -28,6 +28,7 @@ from qccl.cuda.nccl_id import agreed_id
 from qccl.dynamo import not_traced
 from qccl.errors import ArgumentError, MismatchError
 from qccl.meetings import connect, of_store
+from qccl.removed import check_variables
 from qccl.torch.groups import ENCODED
 from qccl.torch.options import Options
 from qccl.transports.torch import keep_alive
@@ -313,7 +314,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
                 theirs = bytes(other.tolist()).decode(errors="replace").strip()
                 raise MismatchError(
                     f'the ranks of a "qccl" process group must have the same options (pg_options, QCCL_CODEC, '
-                    f"QCCL_MIN_BYTES, QCCL_ALL_GATHER_CODEC), but rank {self.rank()} has {text} and rank {rank} has "
+                    f"QCCL_MIN_BYTES), but rank {self.rank()} has {text} and rank {rank} has "
                     f"{theirs}"
                 )
 
@@ -438,6 +439,7 @@ def _options_of(kind: Any, given: Any, op: Any = None, timeout: timedelta | None
 
 def _create(made_for: Any, options: Options | None) -> ProcessGroupQccl:
     """What torch.distributed calls to make a group of the backend "qccl"."""
+    check_variables()
     if options is not None and not isinstance(options, Options):
         raise ArgumentError(f'pg_options of the backend "qccl" must be qccl.torch.Options(...), not {options!r}')
     return ProcessGroupQccl(

@@ -54,9 +54,9 @@ class Group(ABC):
     made: Group | None = None
 
     @property
-    def carriers(self) -> tuple[str, ...]:
-        """For each rank, the name of the transport that carries the messages to it."""
-        return (self.name,) * self.size
+    def carrier(self) -> str:
+        """In words, what carries the messages."""
+        return self.name
 
     @abstractmethod
     def split(self, color: int | None, key: int, timeout: float) -> Group | None:

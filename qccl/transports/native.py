@@ -57,7 +57,7 @@ class NativeTransport(Transport):
         topology = find_topology(self.rank, machines)
         self.local_rank, self.local_size, self.nodes, self.shares_memory = topology
         if self.local_size <= len(os.sched_getaffinity(0)):
-            self.wire.set_spins(_SHARED_SPINS if self.shares_memory or len(set(self.carriers)) > 1 else _SPINS)
+            self.wire.set_spins(_SHARED_SPINS if self.shares_memory else _SPINS)
 
     @abstractmethod
     def _check_alive(self) -> None:

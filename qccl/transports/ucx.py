@@ -118,17 +118,14 @@ def _config(network: Network) -> list[tuple[str, str]]:
     return [(name, value) for name, value in settings.items() if f"UCX_{name}" not in os.environ]
 
 
-def memory_wire(membership: MembershipSocket) -> _host.PartWire:
-    """A wire that is not connected yet, by shared memory alone: it opens no port, whatever UCX_TLS says.
-
-    Raises EngineError where there is no UCX, or where it does not start.
-    """
+def memory_wire(membership: MembershipSocket) -> _host.GroupWire:
+    """A wire that is not connected yet, by shared memory alone: it opens no port. Raises EngineError."""
     version()  # loads it
     settings = {name: value for name, value in _SETTINGS.items() if f"UCX_{name}" not in os.environ}
     return _wire([*settings.items(), ("TLS", _IN_MEMORY)], membership)
 
 
-def _wire(config: list[tuple[str, str]], membership: MembershipSocket) -> _host.PartWire:
+def _wire(config: list[tuple[str, str]], membership: MembershipSocket) -> _host.GroupWire:
     """Raises EngineError."""
     library = load_library()
     functions = [_address(library, name) for name in _host.ucx_function_names()]

@@ -4,7 +4,8 @@ For networks with latency, loss and strangers. docs/architecture/wan.md says how
 (kernels/engine/wan.h) has several connections for each pair of ranks: one for short messages, and others that share
 the long ones, each as much as it can carry. Of two ranks the one with the higher number calls the other one, and the
 other one calls if that does not succeed, so it suffices that one of them can be reached. Ranks of one machine that
-share memory exchange their messages by UCX instead (neighbours.py).
+share memory exchange their messages by UCX instead: behind the address of its wire between sites a rank says who can
+share memory with it, and the address of its wire in memory.
 
 A rank is lost when it closes its connections, when its process has ended on the same machine, or when it could not be
 reached for a minute. A process that is busy or stopped is not lost, because its machine answers: it has the deadline.
@@ -19,17 +20,17 @@ import socket
 from collections.abc import Sequence
 
 from qccl import _host
-from qccl.deadline import Deadline
 from qccl.errors import ArgumentError, EngineError
-from qccl.transports import tls
+from qccl.transports import tls, topology
+from qccl.transports.choice import obstacle
 from qccl.transports.connected import ConnectedTransport, Faults
-from qccl.transports.neighbours import Neighbours, joint, start_memory
 from qccl.transports.network import Network
 from qccl.transports.regroup import MembershipSocket
 from qccl.transports.secret import derive
 from qccl.transports.sockets import host_of, is_host, listen_at
+from qccl.transports.ucx import memory_wire
 
-__all__ = ["WanTransport", "congestion_control"]
+__all__ = ["WanTransport", "congestion_control", "memory_obstacle"]
 
 _log = logging.getLogger("qccl")
 
@@ -38,6 +39,8 @@ _WITH_BBR, _WITHOUT = 2, 48
 _MOST_CONNECTIONS = 64
 #: seconds in which a rank must be reached again
 _AWAY_SECONDS = 60.0
+#: names in UCX_TLS that allow it shared memory
+_SHARED_MEMORY = {"all", "sm", "shm", "mm", "posix", "sysv"}
 
 
 def congestion_control() -> str:
@@ -94,15 +97,10 @@ class WanTransport(ConnectedTransport):
 
     @classmethod
     def _start(cls, network: Network, membership: MembershipSocket, secret: bytes | None) -> _host.GroupWire:
-        memory = None if network.is_alone else start_memory(membership)
-        try:
-            sites = _sites_wire(network, membership, secret, memory.suffix if memory else b"")
-        except BaseException:
-            if memory:
-                memory.wire.close(0)
-                os.close(memory.descriptor)
-            raise
-        return _host.MixedWire(memory.wire, sites, memory.descriptor) if memory else sites
+        memory = None if network.is_alone else _memory_wire(membership)
+        suffix = b"\0".join([b"", _memory_id(), memory.address()]) if memory else b""
+        sites = _sites_wire(network, membership, secret, suffix)
+        return _host.mixed_wire(memory, sites) if memory else sites
 
     @classmethod
     def _listens(cls, network: Network) -> tuple[str, Sequence[int]]:
@@ -113,18 +111,18 @@ class WanTransport(ConnectedTransport):
         return _connection_count() + 2
 
     def _connect_wire(self, addresses: list[bytes]) -> None:
-        self._near: frozenset[int] = frozenset()
-        self._neighbours = Neighbours(self.rank, addresses)
-        super()._connect_wire(self._neighbours.sites)
+        parts = [address.split(b"\0", 2) for address in addresses]
+        own = parts[self.rank][1:2]
+        #: the ranks that share memory with this one
+        self._near = [r for r, each in enumerate(parts) if r != self.rank and len(each) == 3 and each[1:2] == own]
+        for rank in self._near:
+            sites, _, memory = parts[rank]
+            parts[rank] = [sites.partition(b" ")[0] + b" 0\0" + memory]  # without a connection between sites
+        super()._connect_wire([each[0] for each in parts])
 
-    def _meet(self, deadline: Deadline) -> None:
-        """Also find out which ranks share memory with this one."""
-        own = self._neighbours.reach(self.wire)
-        self._near = joint(self.rank, self._exchange(own, [self.size] * self.size, deadline))
-        if isinstance(self.wire, _host.MixedWire):
-            self.wire.share(sorted(self._near))
-        if self._near:
-            _log.info("rank %d shares memory with %s, by UCX", self.rank, ", ".join(map(str, sorted(self._near))))
+    def _no_network(self, reason: str) -> str:
+        hint = "; UCX_TLS=tcp keeps ranks of one machine from sharing memory" if "UCX" in reason else ""
+        return super()._no_network(reason) + hint
 
     @property
     def sends_ahead(self) -> Sequence[int]:
@@ -132,9 +130,9 @@ class WanTransport(ConnectedTransport):
         return [rank for rank in range(self.size) if rank not in self._near]
 
     @property
-    def carriers(self) -> tuple[str, ...]:
-        """UCX's shared memory, or wan."""
-        return tuple("ucx" if rank in self._near else self.name for rank in range(self.size))
+    def carrier(self) -> str:
+        """Also which ranks UCX reaches."""
+        return f"{self.name}; ucx with {', '.join(map(str, self._near))}" if self._near else self.name
 
     def _find_ended(self, ranks: list[int]) -> list[int]:
         """On this machine alone: elsewhere a firewall that refuses for a while looks like the end."""
@@ -143,7 +141,32 @@ class WanTransport(ConnectedTransport):
         return [rank for rank in ranks if rank in near or self.membership.has_ended(rank)]
 
 
-def _sites_wire(network: Network, membership: MembershipSocket, secret: bytes | None, suffix: bytes) -> _host.WanWire:
+def memory_obstacle() -> str:
+    """Why this rank uses TCP also inside its machine; empty: it shares memory by UCX."""
+    if not _SHARED_MEMORY & {*(os.environ.get("UCX_TLS") or "all").split(",")}:
+        return f"UCX_TLS={os.environ['UCX_TLS']} names no shared memory"
+    return obstacle("ucx") or ("" if _memory_id() else "this system does not say who can share memory")
+
+
+def _memory_id() -> bytes:
+    """Equal for ranks that can share memory; empty: unknown."""
+    shared = topology.memory_id() if topology.network_id() else ""
+    return f"{topology.machine()} {shared} {os.geteuid()}".encode() if shared else b""
+
+
+def _memory_wire(membership: MembershipSocket) -> _host.GroupWire | None:
+    """The wire to ranks of this machine; None where they use TCP."""
+    reason = memory_obstacle()
+    if not reason:
+        try:
+            return memory_wire(membership)
+        except EngineError as error:
+            reason = str(error)
+    _log.info("the ranks of this machine exchange their messages over TCP: %s", reason)
+    return None
+
+
+def _sites_wire(network: Network, membership: MembershipSocket, secret: bytes | None, suffix: bytes) -> _host.GroupWire:
     """The wire between sites; its address ends with ``suffix``. Raises EngineError, ArgumentError and OSError."""
     host, ports = WanTransport._listens(network)
     connections = _connection_count()

@@ -142,7 +142,7 @@ class Rank {
     switch (action % 12) {
       case 0: return receive(peer(input), input.byte() % 3, size(input), input.byte() & 1);
       case 1: return send(peer(input), input.byte() % 3, size(input));
-      case 2: return wire_->leave({peer(input)});
+      case 2: return put(input, frame(input, Kind::announce));
       case 3: return call();
       case 4: now += action < 128 ? 0.01 : input.byte() * 0.1; return;
       case 5: return end(input);
@@ -150,7 +150,6 @@ class Rank {
       case 7: return put(input, frame(input, Kind::data));
       case 8: return put(input, frame(input, static_cast<Kind>(1 + input.byte() % 8)));
       case 9: return put(input, plain_bytes(input));
-      case 10: return put(input, frame(input, Kind::announce));
       default: return read(input);
     }
   }
@@ -248,7 +247,7 @@ class Rank {
   std::vector<Caller> callers_;
   std::vector<std::unique_ptr<Receive>> receives_;
   std::vector<Bytes> sends_;
-  std::shared_ptr<WanWire> wire_;  // ends before what it reads and writes
+  std::shared_ptr<GroupWire> wire_;  // ends before what it reads and writes
 };
 
 // The number that the next descriptor gets.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import os
 import socket
 import struct
 import sys
@@ -32,7 +31,6 @@ with atheris.instrument_imports(include=["qccl", "runs"]):
     from qccl.records import read_record
     from qccl.saved import load_state, save_state
     from qccl.transports.channel import Channel
-    from qccl.transports.invitation import Invitation
     from qccl.transports.join_address import JoinAddress
     from qccl.transports.meeting_messages import Hello, Kind, part
     from qccl.transports.meeting_messages import parse as parse_meeting
@@ -83,14 +81,8 @@ def _join_address(content: bytes) -> None:
         require(JoinAddress.of(found.text()) == found, "an address that reads as another one")
 
 
-def _invitation(content: bytes) -> None:
-    found = Invitation.parse(content)
-    if found is not None and found.process != os.getpid():
-        found.content()
-
-
 _MESSAGES: tuple[Callable[[bytes], object], ...] = (
-    *(_group_message, _channel, parse_member, _invitation, _join_address, _meeting_message),
+    *(_group_message, _channel, parse_member, _join_address, _meeting_message),
 )
 
 

@@ -35,7 +35,6 @@ from qccl.costs import group
 from qccl.records import write_record
 from qccl.transports import messages
 from qccl.transports.channel import frame
-from qccl.transports.invitation import Invitation
 from qccl.transports.join_address import JoinAddress
 from qccl.transports.meeting_messages import Hello, Kind, Message, join
 from qccl.transports.messages import Decision, Member
@@ -153,16 +152,15 @@ def message_inputs() -> Inputs:
         yield b"\0" + each.packed()
         yield b"\1" + frame(each)
     yield b"\2" + msgspec.json.encode(member)
-    yield b"\3" + Invitation("ab" * 16, 4711, 5, "cd" * 16).text()
-    yield b"\4" + JoinAddress("wan", ("192.0.2.1", 4711), bytes(32), True).text().encode()
-    yield b"\4" + b"[::1]:4711"
+    yield b"\3" + JoinAddress("wan", ("192.0.2.1", 4711), bytes(32), True).text().encode()
+    yield b"\3" + b"[::1]:4711"
     for said in (
         join([b"a", b"bc"]),
         Message(Kind.REFUSED, b"why"),
         Message(Kind.PROVE, bytes(24)),
         Hello(1, 2, 0, bytes(8), b"abc").message(),
     ):
-        yield b"\5" + said.packed()
+        yield b"\4" + said.packed()
 
 
 def state_inputs() -> Inputs:

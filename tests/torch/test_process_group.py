@@ -371,11 +371,11 @@ def test_options() -> None:
     assert "qccl.torch.compress" in error_of(lambda: qccl.torch.Options(codec="minmax4+ef"), qccl.ArgumentError)
     assert "minmax" in error_of(lambda: qccl.torch.Options(all_gather_codec="minmx8"), qccl.CodecError)
     assert "min_bytes" in error_of(lambda: qccl.torch.Options(min_bytes=-1), qccl.ArgumentError)
-    os.environ |= {"QCCL_CODEC": "minmax4", "QCCL_MIN_BYTES": "10", "QCCL_ALL_GATHER_CODEC": "minmax8"}
-    assert qccl.torch.Options() == qccl.torch.Options("minmax4", 10, "minmax8")
+    os.environ |= {"QCCL_CODEC": "minmax4", "QCCL_MIN_BYTES": "10"}
+    assert qccl.torch.Options() == qccl.torch.Options("minmax4", 10, "none")
     os.environ["QCCL_MIN_BYTES"] = "64 KiB"
     assert "QCCL_MIN_BYTES='64 KiB'" in error_of(qccl.torch.Options, qccl.ArgumentError)
-    for name in ("QCCL_CODEC", "QCCL_MIN_BYTES", "QCCL_ALL_GATHER_CODEC"):
+    for name in ("QCCL_CODEC", "QCCL_MIN_BYTES"):
         del os.environ[name]
     with group("cpu:qccl,cuda:nccl") as pg:
         dist.all_reduce(x := values(pg.rank()))
@@ -387,10 +387,9 @@ def test_options() -> None:
 @on_ranks(2, transport="gloo")
 def test_auto() -> None:
     """With "auto" the ranks choose alike, and calls have the bits of the codec that was chosen."""
-    os.environ |= {"QCCL_CODEC": "auto:minmax4", "QCCL_ALL_GATHER_CODEC": "auto"}
-    options = qccl.torch.Options(min_bytes=10)
-    for name in ("QCCL_CODEC", "QCCL_ALL_GATHER_CODEC"):
-        del os.environ[name]
+    os.environ["QCCL_CODEC"] = "auto:minmax4"
+    options = qccl.torch.Options(min_bytes=10, all_gather_codec="auto")
+    del os.environ["QCCL_CODEC"]
     assert str(options) == "codec=auto:minmax4, min_bytes=10, all_gather_codec=auto:minmax8"
     assert qccl.torch.Options(codec="auto:none") and "auto:minmax8+ef" in error_of(
         lambda: qccl.torch.Options(codec="auto:minmax8+ef"), qccl.ArgumentError

@@ -1,12 +1,14 @@
-"""Groups over wan whose ranks share memory inside a machine: which messages go which way, and that all agree on it."""
+"""Groups over wan whose ranks share memory inside a machine: which messages go which way."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +19,10 @@ from start_ranks import needs_ucx
 from wan_groups import group
 
 import qccl
-from qccl.errors import EngineError, MismatchError
+from qccl.errors import EngineError
 from qccl.trace import TraceEvent
-from qccl.transports import neighbours, ucx
-from qccl.transports.invitation import Invitation
-from qccl.transports.neighbours import Neighbours, joint
-from qccl.transports.wan import WanTransport
+from qccl.transports import topology, ucx, wan
+from qccl.transports.wan import WanTransport, memory_obstacle
 
 pytestmark = needs_ucx
 
@@ -54,25 +54,24 @@ def once(function):
     return of
 
 
-def carriers(comm: qccl.Communicator) -> tuple[str, ...]:
+def carrier(comm: qccl.Communicator) -> str:
     x = np.full(100_000, comm.rank + 1, np.float32)
     assert (comm.quantized_allreduce(x, codec="none") == comm.size * (comm.size + 1) / 2).all()
-    return comm.transport.carriers
+    return comm.transport.carrier
 
 
 @pytest.mark.parametrize(
     ("size", "ranks_each", "expected"),
     [
-        (4, 2, ["wan ucx wan wan", "ucx wan wan wan", "wan wan wan ucx", "wan wan ucx wan"]),
-        (3, 2, ["wan ucx wan", "ucx wan wan", "wan wan wan"]),
-        (2, 2, ["wan ucx", "ucx wan"]),
-        (2, 1, ["wan wan", "wan wan"]),
+        (4, 2, ["wan; ucx with 1", "wan; ucx with 0", "wan; ucx with 3", "wan; ucx with 2"]),
+        (3, 2, ["wan; ucx with 1", "wan; ucx with 0", "wan"]),
+        (3, 3, ["wan; ucx with 1, 2", "wan; ucx with 0, 2", "wan; ucx with 0, 1"]),
+        (2, 1, ["wan", "wan"]),
     ],
 )
 @pytest.mark.parametrize("secret", [SECRET, None])
 def test_ranks_of_a_machine_share_memory(size, ranks_each, expected, secret):
-    found = once(carriers)(size, ranks_each, secret)
-    assert [" ".join(each) for each in found] == expected
+    assert once(carrier)(size, ranks_each, secret) == expected
 
 
 def test_the_communicator_says_which_ranks_share_memory():
@@ -96,30 +95,43 @@ def test_a_group_has_the_nodes_of_its_machines():
     assert once(lambda comm: comm.nodes)(4, 2) == [(0, 0, 1, 1)] * 4
 
 
-def test_a_setting_keeps_all_on_wan(monkeypatch):
-    monkeypatch.setenv("QCCL_WAN_SHARED_MEMORY", "0")
-    assert once(carriers)(2, 2) == [("wan", "wan")] * 2
+@pytest.mark.parametrize("names", ["tcp", "rc,tcp,self", "^sm"])
+def test_settings_of_ucx_without_shared_memory_keep_all_on_wan(names, monkeypatch):
+    monkeypatch.setenv("UCX_TLS", names)
+    assert memory_obstacle() == f"UCX_TLS={names} names no shared memory"
+    assert once(carrier)(2, 2) == ["wan"] * 2
 
 
-def test_a_setting_that_is_none(monkeypatch):
-    monkeypatch.setenv("QCCL_WAN_SHARED_MEMORY", "no")
-    with pytest.raises(qccl.ArgumentError, match="QCCL_WAN_SHARED_MEMORY='no' is neither 0 nor 1"):
-        WanTransport(lambda note: [note], 10.0, is_local=True)
+@pytest.mark.parametrize("names", ["all", "tcp,sm", "posix"])
+def test_settings_of_ucx_with_shared_memory(names, monkeypatch):
+    monkeypatch.setenv("UCX_TLS", names)
+    assert not memory_obstacle()
 
 
-def test_without_ucx_all_stay_on_wan(monkeypatch):
-    def fails(membership: object) -> None:
-        raise EngineError("there is no UCX")
+def test_a_system_that_does_not_say_who_shares_memory(monkeypatch):
+    monkeypatch.setattr(topology, "memory_id", lambda: "")
+    assert once(carrier)(2, 2) == ["wan"] * 2
 
-    monkeypatch.setattr(neighbours, "memory_wire", fails)
-    assert once(carriers)(2, 2) == [("wan", "wan")] * 2
+
+def test_a_rank_without_ucx_stays_on_wan(monkeypatch):
+    """The others of its machine share memory without it."""
+    start, calls = wan.memory_wire, itertools.count()
+
+    def fails(membership: object) -> object:
+        if not next(calls):
+            raise EngineError("there is no UCX")
+        return start(membership)
+
+    monkeypatch.setattr(wan, "memory_wire", fails)
+    found = once(carrier)(3, 3)
+    assert sorted(map(len, found)) == [len("wan")] + [len("wan; ucx with 0")] * 2, found
 
 
 def test_ucx_starts_only_where_another_rank_may_be_on_the_machine(monkeypatch):
     """A process that joins may be."""
     started = []
-    start = neighbours.memory_wire
-    monkeypatch.setattr(neighbours, "memory_wire", lambda membership: started.append(membership) or start(membership))
+    start = wan.memory_wire
+    monkeypatch.setattr(wan, "memory_wire", lambda membership: started.append(membership) or start(membership))
     first = WanTransport(lambda note: [note], 10.0, is_local=True, is_alone=True)
     second, _ = first.regroup(0, 10.0, grows=False)
     assert not started
@@ -128,39 +140,23 @@ def test_ucx_starts_only_where_another_rank_may_be_on_the_machine(monkeypatch):
     third.close()
 
 
-@pytest.mark.parametrize("blind", [0, 1])
-def test_one_rank_that_cannot_read_the_other_ones_file(blind, monkeypatch):
-    """Both use wan, although the other one could read."""
-    content, thread = Invitation.content, threading.local()
-    begin = Neighbours.__init__
-
-    def marked(self, rank, addresses):
-        thread.is_blind = rank == blind
-        begin(self, rank, addresses)
-
-    monkeypatch.setattr(Neighbours, "__init__", marked)
-    monkeypatch.setattr(Invitation, "content", lambda self: b"" if thread.is_blind else content(self))
-    found = once(carriers)(3, 3)
-    for rank, each in enumerate(found):
-        assert each == tuple("wan" if blind in (rank, other) or rank == other else "ucx" for other in range(3))
-
-
-def test_ranks_that_ucx_does_not_reach(monkeypatch, caplog):
+def test_ranks_that_ucx_does_not_reach(monkeypatch):
     """Its workers have no transport between processes."""
     monkeypatch.setattr(ucx, "_IN_MEMORY", "self")
-    assert once(carriers)(2, 2) == [("wan", "wan")] * 2
-    assert "UCX does not reach rank" in caplog.text
+    notes, barrier = [b"", b""], threading.Barrier(2)
 
+    def rank(number: int) -> WanTransport:
+        def gather(note: bytes) -> list[bytes]:
+            notes[number] = note
+            barrier.wait(60)
+            return notes
 
-@pytest.mark.parametrize("told", [[b"01", b"1"], [b"01", b"1x"], [b"", b"10"]])
-def test_a_rank_that_tells_nonsense(told):
-    with pytest.raises(MismatchError, match=r"rank \d does not say with which ranks it shares memory"):
-        joint(0, told)
+        return WanTransport(gather, 10.0, is_local=True)
 
-
-def test_two_ranks_share_memory_if_both_say_so():
-    assert joint(0, [b"0111", b"1000", b"0000", b"1000"]) == {1, 3}
-    assert joint(2, [b"0111", b"1000", b"0000", b"1000"]) == set()
+    with ThreadPoolExecutor(2) as pool:
+        for end in [pool.submit(rank, number) for number in range(2)]:
+            with pytest.raises(EngineError, match=r"wan has no network.*\(UCX status -6\); UCX_TLS=tcp keeps ranks"):
+                end.result()
 
 
 @pytest.mark.parametrize(("size", "ranks_each"), [(3, 2), (2, 1)])
@@ -203,9 +199,7 @@ def connections(ports: list[int]) -> int:
 
 @pytest.mark.parametrize("ranks_each", [2, 1])
 def test_ranks_that_share_memory_keep_no_connection(ranks_each):
-    """They have some for the set-up, which end when all that was sent has come."""
     with group(2, SECRET, ranks_each=ranks_each) as running:
-        patience.wait_until(lambda: ranks_each == 1 or not connections(running.ports))
         assert bool(connections(running.ports)) == (ranks_each == 1)
 
 
@@ -216,11 +210,11 @@ def held() -> tuple[int, int]:
 
 
 def test_descriptors_and_memory_end_with_the_group():
-    once(carriers)(4, 2)  # UCX is loaded
+    once(carrier)(4, 2)  # UCX is loaded
     gc.collect()
     descriptors, mappings = held()
     for _ in range(3):
-        once(carriers)(4, 2)
+        once(carrier)(4, 2)
     gc.collect()
     now = held()
     assert now[0] <= descriptors and now[1] <= mappings, (now, descriptors, mappings)
