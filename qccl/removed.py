@@ -62,6 +62,12 @@ FLAGS: dict[str, str] = {
     "--down": "give --link, the rate at which each rank sends",
     "--jitter": "give --delay, which is constant",
     "--queue": "leave it out: the lab's queues hold what a link carries in 100 ms",
+    "simulate --node-size": "give --nodes, the number of nodes",
+    "simulate --inter": "give --link, the rate of each node's link",
+    "simulate --link-per-rank": "give --link, the rate of a node's links together",
+    "--sources": "leave it out: a reduce combines 3 codes",
+    "--threads": "time calls with OMP_NUM_THREADS=N qccl-bench allreduce",
+    "--arrays": "leave it out: the vector consists of 16 arrays",
     "--sites": "give --link, --delay and --loss, which all pairs of ranks have, or build other networks with ip and tc",
 }
 

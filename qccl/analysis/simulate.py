@@ -41,7 +41,6 @@ class Costs:
         header: bytes of the control message that each rank sends to each other in a call.
         eager: bytes of data that may be in one message with a header.
         node_size: ranks of a node, which share its link; rank ``r`` is on node ``r // node_size``.
-        link_per_rank: each rank of a node has a link of its own.
         intra_rate, intra_latency: of a rank inside its node.
         processors: of each rank; less than 1 if ranks share one.
     """
@@ -58,7 +57,6 @@ class Costs:
     header: int = 0
     eager: int = 0
     node_size: int = 1
-    link_per_rank: bool = False
     intra_rate: float = 10e9
     intra_latency: float = 1e-6
     processors: float = 1.0
@@ -285,7 +283,7 @@ class _Run:
 
     def _lanes_between(self, rank: int, *, far: bool) -> tuple[_Lane, _Lane]:
         """Both directions of the link of a rank, to other nodes (``far``) or inside its node."""
-        link = rank if not far or self._costs.link_per_rank else rank // self._costs.node_size
+        link = rank // self._costs.node_size if far else rank
         where = "" if far else " inside"
         return self._lane(f"send{where}", link), self._lane(f"receive{where}", link)
 

@@ -54,6 +54,9 @@ __all__ = [
     "spec_of_case",
 ]
 
+#: arrays of a coalesced call
+_ARRAYS = 16
+
 
 @dataclass(frozen=True)
 class Case:
@@ -139,7 +142,6 @@ class QuantizedCall:
         self._mu = np.float32(momentum_of(codec))
         given = parameters_of(case, algorithm, {"node_ids": comm.nodes, **parameters})
         self._given = {"codec": _as_passed(codec), "chunk": chunk, **given}
-        self._given.pop("arrays", None)
         if self._key is not None:
             self._given["key"] = self._key
         self.forget()
@@ -273,19 +275,17 @@ def spec_of_case(
     """The collective's specification, from parameters_of(). Raises ArgumentError if the call is impossible."""
     common, given = (case.count, case.dtype, codec, chunk), dict(parameters)
     if case.kind == CoalescedSpec.name:
-        return CoalescedSpec.from_arguments(
-            *common, each=_equal_arrays(case.count, codec, given.pop("arrays")), **given
-        )
+        return CoalescedSpec.from_arguments(*common, each=_equal_arrays(case.count, codec), **given)
     if case.kind == PeerExchangeSpec.name:
         peers = neighbours(rank, size)
         return PeerExchangeSpec.from_arguments(*common, send_to=peers, receive_from=peers, applied=True)
     return spec_of_plan(case.kind, *common, given)
 
 
-def _equal_arrays(count: int, codec: Codec, arrays: int) -> tuple[int, ...]:
-    """The sizes of ``arrays`` arrays, as equal as whole buckets allow, so that the buckets are those of one array."""
+def _equal_arrays(count: int, codec: Codec) -> tuple[int, ...]:
+    """The sizes of a coalesced call's arrays, as equal as whole buckets allow: the buckets are those of one array."""
     granule = math.lcm(codec.granule, PLAIN_GRANULE)
-    bounds = [min(-(-count // granule) * i // arrays * granule, count) for i in range(arrays + 1)]
+    bounds = [min(-(-count // granule) * i // _ARRAYS * granule, count) for i in range(_ARRAYS + 1)]
     return tuple(stop - start for start, stop in pairwise(bounds))
 
 
@@ -306,7 +306,7 @@ def parameters(options: Options, node_ids: Sequence[int]) -> dict[str, Any]:
     """The parameters besides op, root and algorithm; ``node_ids`` is used without --nodes."""
     o = options
     nodes = node_ids if o.nodes is None else [rank % o.nodes for rank in range(len(node_ids))]
-    return {"layout": o.layout, "intra": o.intra, "inter": o.inter, "arrays": o.arrays, "node_ids": nodes}
+    return {"layout": o.layout, "intra": o.intra, "inter": o.inter, "node_ids": nodes}
 
 
 def check_calls(options: Options, size: int) -> None:

@@ -35,6 +35,8 @@ __all__ = ["DEFAULT_CODECS", "Speed", "codec", "measure_codec", "time_operations
 
 #: measured by default
 DEFAULT_CODECS = ",".join(codecs.examples())
+#: encoded inputs that a reduce combines
+_SOURCES = 3
 _JSON_HELP = "Write the figures, after each row."
 
 
@@ -85,8 +87,6 @@ class Speed:
 @option("-w --warmup_iters", AT_LEAST_0, "N", "Passes before them [2].", 2)
 @option("-d --datatype names", list_of(tuple(DTYPES)), "LIST", f"{', '.join(DTYPES)} or all [all].", "all")
 @option("--codec specs", codec_list, "LIST", f"Codecs to measure [{DEFAULT_CODECS}].", DEFAULT_CODECS)
-@option("--sources", AT_LEAST_1, "N", "Codes that a reduce combines [3].", 3)
-@option("-t --threads", AT_LEAST_1, "N", "Threads that share an operation [1].", 1)
 @option("-J --json path", output_file, "FILE", _JSON_HELP)
 def codec(
     size: int,
@@ -94,14 +94,12 @@ def codec(
     warmup_iters: int,
     names: Sequence[str],
     specs: Sequence[str],
-    sources: int,
-    threads: int,
     path: str | None,
 ) -> None:
     """Time encode, decode and the fused reduce of each codec, in turns with memcpy on one core.
 
     GB/s count the values. "share" is the rate of all bytes that an operation moves, divided by memcpy's rate. A reduce
-    combines --sources encoded inputs and the own values, encodes the sum and writes the decoded sum.
+    combines 3 encoded inputs and the own values, encodes the sum and writes the decoded sum.
     """
     try:
         isa = instruction_set()
@@ -109,16 +107,13 @@ def codec(
         raise click.ClickException(f"the host extension cannot be loaded ({error}); install qccl again") from error
     if size < 4:
         raise click.UsageError(f"-b {size} has no whole element; give 4 or more")
-    click.echo(
-        f"# qccl-bench {qccl.__version__} codec, {size} bytes, {iters} passes, kernels for {isa}, "
-        f"{f'{threads} threads' if threads > 1 else 'one core'}\n#"
-    )
-    click.echo("\n".join(_header(sources)))
+    click.echo(f"# qccl-bench {qccl.__version__} codec, {size} bytes, {iters} passes, kernels for {isa}, one core\n#")
+    click.echo("\n".join(_header()))
     results: list[dict[str, Any]] = []
-    document = {"qccl_version": qccl.__version__, "isa": isa, "threads": threads, "results": results}
+    document = {"qccl_version": qccl.__version__, "isa": isa, "threads": 1, "results": results}
     for spec, name in itertools.product(specs, names):
         dtype = dtypes.get(DTYPES[name])
-        speed = measure_codec(codec_of(spec), dtype, size, iters, warmup_iters, sources, threads)
+        speed = measure_codec(codec_of(spec), dtype, size, iters, warmup_iters)
         click.echo(_line(speed, name))
         shares = {op: speed.share(op) for op in ("encode", "decode", "reduce")}
         results.append(asdict(speed) | {"share": shares})
@@ -128,9 +123,7 @@ def codec(
         click.echo(f"# Wrote {path}")
 
 
-def measure_codec(
-    codec: Codec, dtype: DType, size: int, iters: int, warmups: int, sources: int, threads: int = 1
-) -> Speed:
+def measure_codec(codec: Codec, dtype: DType, size: int, iters: int, warmups: int) -> Speed:
     """Time the codec's kernels on about ``size`` bytes of Gaussian values."""
     import numpy as np
 
@@ -140,8 +133,8 @@ def measure_codec(
     count = size // dtype.itemsize
     wire_nbytes = codec.encoded_nbytes(count, dtype)
     values, decoded, copied = (gaussian(0, 0, count, dtype, seed=0), empty(count, dtype), empty(count, dtype))
-    wires = [np.empty(wire_nbytes, np.uint8) for _ in range(sources + 1)]
-    kernels = Operations(codec, dtype, threads=threads)
+    wires = [np.empty(wire_nbytes, np.uint8) for _ in range(_SOURCES + 1)]
+    kernels = Operations(codec, dtype, threads=1)
     for rank, wire in enumerate(wires):
         kernels.encode(values, wire, (0, 0, rank))()
     operations: dict[str, Callable[[], object]] = {
@@ -156,7 +149,7 @@ def measure_codec(
     exact = to_float32(values, dtype).astype(np.float64)
     error = float(np.linalg.norm(to_float32(decoded, dtype) - exact) / np.linalg.norm(exact))
     nbytes = count * dtype.itemsize
-    return Speed(codec.spec(), dtype.name, nbytes, wire_nbytes, error, codec.plain.slow, sources, **seconds)
+    return Speed(codec.spec(), dtype.name, nbytes, wire_nbytes, error, codec.plain.slow, _SOURCES, **seconds)
 
 
 def time_operations(operations: dict[str, Callable[[], object]], iters: int, warmups: int) -> dict[str, list[float]]:
@@ -176,9 +169,9 @@ def time_operations(operations: dict[str, Callable[[], object]], iters: int, war
     return found
 
 
-def _header(sources: int) -> Iterator[str]:
+def _header() -> Iterator[str]:
     pair = f"{'GB/s':>7} {'share':>6}"
-    yield f"#{'':31} {'encode':^14}  {'decode':^14}  {f'reduce {sources}':^14}  {'memcpy':>7}"
+    yield f"#{'':31} {'encode':^14}  {'decode':^14}  {f'reduce {_SOURCES}':^14}  {'memcpy':>7}"
     yield f"#{'type':>9} {'B/element':>10} {'L2 error':>10}  {pair}  {pair}  {pair}  {'GB/s':>7}  codec"
     yield f"#{'':31}  {'':7} {'':6}  {'':7} {'':6}  {'':7} {'':6}  {'rd+wr':>7}"
 

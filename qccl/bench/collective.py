@@ -86,7 +86,6 @@ _OWN = {
     "layout": option("--layout", click.Choice(LAYOUTS), None, _LAYOUT_HELP, "sharded"),
     "intra": option("--intra", intra_codec, "CODEC", "Codec inside nodes, e.g. bfloat16 or minmax8 [none].", "none"),
     "inter": option("--inter", click.Choice(["host"]), None, "On GPUs: communicate between nodes from host memory."),
-    "arrays": option("--arrays", AT_LEAST_1, "N", "Arrays of equal size that the vector consists of [16].", 16),
 }
 
 

@@ -56,7 +56,6 @@ class Options:
         nodes, link_per_rank: see lab.Lab.
         collective: a name in KINDS.
         root, layout, intra, inter: as in the collectives that have them.
-        arrays: number of arrays in a coalesced call.
         json, trace: files to write, or None.
         args: the command line.
     """
@@ -89,7 +88,6 @@ class Options:
     layout: str = "sharded"
     intra: str = "none"
     inter: str | None = None
-    arrays: int = 16
     json: str | None = None
     trace: str | None = None
     args: tuple[str, ...] = ()
@@ -169,7 +167,7 @@ KINDS: MappingProxyType[str, Kind] = MappingProxyType(
             *("all-reduce in two levels", lambda n: 2 * _half(n), True, _ROUNDS),
             parameters=("layout", "intra", "inter", "node_ids"),
         ),
-        "allreduce_coalesced": Kind("all-reduce of many arrays", lambda n: 2 * _half(n), True, _ROUNDS, ("arrays",)),
+        "allreduce_coalesced": Kind("all-reduce of many arrays", lambda n: 2 * _half(n), True, _ROUNDS),
         "reduce_scatter": Kind("reduce-scatter", _half, True, whole_output=False, identical=False),
         "all_gather": Kind("all-gather", _half, whole_input=False),
         "all_to_all": Kind("all-to-all", _half, identical=False),

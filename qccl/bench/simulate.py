@@ -47,8 +47,8 @@ _MOST_RANKS = 1 << 14
 #: elements whose encoding is timed: with the usual codecs all take less than a second
 _TIMED = 256 << 10
 
-_NODE_HELP = "Ranks of a node, which share its link: rank r is on node r // N [1]."
-_INTER_HELP = "Rate of each node's link, in each direction, e.g. 25gbit or 3GBps [10gbit]."
+_NODES_HELP = "Number of nodes; the ranks of a node, which share its link, follow each other [--ranks]."
+_LINK_HELP = "Rate of each node's link, in each direction, e.g. 25gbit or 3GBps [10gbit]."
 _INTRA_HELP = "Rate of each rank inside its node, e.g. 300GBps [5GBps]."
 _DELAY_HELP = "Each packet is under way this long from one node to another, e.g. 5us, beyond the delay of one room."
 _CODEC_HELP = "Codecs to compare, e.g. minmax8,none [minmax8,minmax4]."
@@ -67,10 +67,9 @@ def _names(text: str) -> tuple[str, ...]:
 @click.command(epilog=columns_help(), short_help="Compute a collective's times on machines that you do not have.")
 @click.argument("collective", type=click.Choice(_COLLECTIVES))
 @option("--ranks", click.IntRange(1, _MOST_RANKS), "N", "Ranks of the job [2].", 2)
-@option("--node-size", AT_LEAST_1, "N", _NODE_HELP, 1)
-@option("--inter", parse_rate, "RATE", _INTER_HELP, "10gbit")
+@option("--nodes", AT_LEAST_1, "N", _NODES_HELP)
+@option("--link", parse_rate, "RATE", _LINK_HELP, "10gbit")
 @option("--intra", parse_rate, "RATE", _INTRA_HELP, "5GBps")
-@click.option("--link-per-rank", is_flag=True, help="Each rank of a node has a link of its own.")
 @option("--delay", parse_seconds, "TIME", _DELAY_HELP)
 @option("--processors", PositiveNumber(1), "N", _PROCESSORS_HELP, 1.0)
 @option("-b --minbytes", parse_size, "SIZE", "Smallest size [64K].", "64K")
@@ -86,10 +85,10 @@ def _names(text: str) -> tuple[str, ...]:
 @option("--decode", parse_rate, "RATE", _DECODE_HELP)
 @option("-J --json path", output_file, "FILE", _JSON_HELP)
 @option("--trace", output_file, "FILE", _TRACE_HELP)
-def simulate(inter: Link, intra: Link, path: str | None, trace: str | None, **given: Any) -> None:
+def simulate(nodes: int | None, link: Link, intra: Link, path: str | None, trace: str | None, **given: Any) -> None:
     """Compute the times of a COLLECTIVE on machines that you do not have, with each codec, from its schedules.
 
-    For example: qccl-bench simulate allreduce --ranks 1024 --node-size 8 --inter 25gbit --intra 300GBps --delay 5us
+    For example: qccl-bench simulate allreduce --ranks 1024 --nodes 128 --link 25gbit --intra 300GBps --delay 5us
 
     The table is that of the command with the collective's name, whose calls run. Nothing runs here: the schedules of
     these calls are timed with the rates given, and with the costs of UCX over TCP between processors: GPUs and NCCL are
@@ -98,9 +97,14 @@ def simulate(inter: Link, intra: Link, path: str | None, trace: str | None, **gi
     A time is that of one call, which all ranks begin together. wire, floor and line are those of the busiest link.
     """
     rates = given.pop("encode"), given.pop("decode")
-    names = ("ranks", "node_size", "link_per_rank", "processors")
+    size = _node_size(given["ranks"], nodes)
     machines = Machines(
-        **{name: given.pop(name) for name in names}, inter=inter, intra=intra.rate, delay=given.pop("delay") or 0.0
+        ranks=given.pop("ranks"),
+        processors=given.pop("processors"),
+        inter=link,
+        intra=intra.rate,
+        delay=given.pop("delay") or 0.0,
+        node_size=size,
     )
     algorithms = given.pop("algorithms")
     options = Options(**given, args=("qccl-bench", *sys.argv[1:]), json=path, trace=trace)
@@ -136,8 +140,14 @@ def _check(
             )
     if (rates[0] is None) != (rates[1] is None):
         raise click.UsageError("--encode and --decode go together; give both, or none to measure the codecs here")
-    if machines.node_size == 1 and machines.link_per_rank:
-        raise click.UsageError("--link-per-rank has no effect without --node-size, because every rank has a link then")
+
+
+def _node_size(ranks: int, nodes: int | None) -> int:
+    """The ranks of a node; the last one may have fewer."""
+    size = 1 if nodes is None else -(-ranks // nodes)
+    if nodes not in (None, number := -(-ranks // size)):
+        raise click.UsageError(f"--nodes {nodes}: {ranks} ranks fill {number} nodes of {size}; give --nodes {number}")
+    return size
 
 
 def _processor(codecs: Sequence[str], rates: tuple[Link | None, Link | None]) -> Processor:
@@ -228,7 +238,7 @@ def _head(options: Options, machines: Machines, processor: Processor) -> Iterato
     nodes = (
         f"{number} node{'s' * (number > 1)} of {'at most ' * (m.ranks % size > 0)}{size} ranks, " if size > 1 else ""
     )
-    each = "rank" if m.link_per_rank or m.node_size == 1 else "node"
+    each = "rank" if m.node_size == 1 else "node"
     yield (
         f"# qccl-bench {qccl.__version__} simulate {options.collective}: computed for UCX over TCP, without GPUs; "
         f"nothing was run; plain: {PLAIN}"

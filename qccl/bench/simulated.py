@@ -41,7 +41,7 @@ class Machines:
 
     Attributes:
         ranks: their number.
-        inter: the link of each node, or with ``link_per_rank`` of each rank.
+        inter: the link of each node.
         intra: bytes per second that a rank sends to, and receives from, its own node.
         delay: seconds that a packet is under way to another node, beyond those in one room.
         node_size: ranks of a node.
@@ -53,7 +53,6 @@ class Machines:
     intra: float
     delay: float = 0.0
     node_size: int = 1
-    link_per_rank: bool = False
     processors: float = 1.0
 
     @property
@@ -175,7 +174,6 @@ def _costs(machines: Machines, processor: Processor, codec: Codec, dtype: DType)
         header=HEADER_NBYTES,
         eager=UcxTransport.eager_nbytes,
         node_size=machines.node_size,
-        link_per_rank=machines.link_per_rank,
         intra_rate=machines.intra,
         intra_latency=constants.latency,
         processors=machines.processors,
@@ -184,8 +182,7 @@ def _costs(machines: Machines, processor: Processor, codec: Codec, dtype: DType)
 
 def _wire_nbytes(schedules: list[Schedule], machines: Machines) -> int:
     """Bytes that the busiest link sends, headers not counted."""
-    links = range(machines.ranks) if machines.link_per_rank else machines.nodes
-    wiring, sent = Wiring(machines.nodes, tuple(links)), dict.fromkeys(links, 0)
+    wiring, sent = Wiring(machines.nodes, machines.nodes), dict.fromkeys(machines.nodes, 0)
     for schedule in schedules:
         sent[wiring.links[schedule.rank]] += wiring.crossing(schedule)
     return max(sent.values())

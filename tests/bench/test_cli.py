@@ -106,7 +106,7 @@ def test_codec_times_every_kernel_beside_memcpy(tmp_path: Path) -> None:
 
 
 def test_codec_counts_compulsory_bytes() -> None:
-    speed = measure_codec(qccl.codecs.get("minmax8"), qccl.dtypes.FLOAT32, 1 << 16, 1, 0, sources=3)
+    speed = measure_codec(qccl.codecs.get("minmax8"), qccl.dtypes.FLOAT32, 1 << 16, 1, 0)
     values, wire = 1 << 16, 16384 + 16 * 8
     assert speed.moved == {
         "encode": values + wire,

@@ -65,15 +65,16 @@ run --link=1gbit --ranks=1 true -> nothing would cross the link
 run --launcher=srun true -> 'srun' is not one of 'torchrun', 'mpiexec'
 run -- no-such-program --ranks=3 -> 'no-such-program' is no program in PATH
 
-simulate allreduce --inter 25 -> '25' is not a rate; give bits per second such as 100mbit or 25gbit
-simulate allreduce --inter 0gbit -> '0gbit' is not a rate
+simulate allreduce --link 25 -> '25' is not a rate; give bits per second such as 100mbit or 25gbit
+simulate allreduce --link 0gbit -> '0gbit' is not a rate
 simulate allreduce --delay soon -> 'soon' is not a time
 simulate allreduce --codec minmax9 -> bits
 simulate allreduce --codec auto -> name a codec here, such as 'minmax8'
 simulate allreduce --algorithm ring -> --algorithm ring: allreduce has auto, one_shot, two_round
 simulate all_gather --algorithm one_shot -> --algorithm one_shot: all_gather has auto
 simulate allreduce --encode 1GBps -> --encode and --decode go together
-simulate allreduce --link-per-rank -> --link-per-rank has no effect without --node-size
+simulate allreduce --ranks 9 --nodes 6 -> --nodes 6: 9 ranks fill 5 nodes of 2; give --nodes 5
+simulate allreduce --ranks 2 --nodes 3 -> --nodes 3: 2 ranks fill 2 nodes of 1; give --nodes 2
 simulate allreduce -b 2M -e 1M -> is less than -b
 simulate broadcast --root 7 -> root=7 is not a rank
 simulate allreduce --profile x -> there is no --profile any more; give --encode and --decode
@@ -82,7 +83,7 @@ simulate allreduce --ranks 100000000000 -> 100000000000 is not in the range 1<=x
 simulate allreduce --processors nan -> nan is not a finite number
 simulate allreduce --processors 4 -> 4.0 is not in the range 0<x<=1
 simulate allreduce --maxbytes LONG -> is not a size
-simulate allreduce --inter LONGgbit -> is not a rate
+simulate allreduce --link LONGgbit -> is not a rate
 simulate allreduce --delay LONGs -> is not a time
 simulate hierarchical_allreduce -> is not one of
 

@@ -65,7 +65,7 @@ def test_many_ranks_take_representatives_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         module, "simulate", lambda each, *args, **how: made.append(len(each)) or real(each, *args, **how)
     )
-    machines = ("--ranks", "1024", "--node-size", "8", "--inter", "25gbit", "--intra", "300GBps", "--delay", "5us")
+    machines = ("--ranks", "1024", "--nodes", "128", "--link", "25gbit", "--intra", "300GBps", "--delay", "5us")
     found = figures("allreduce", *machines, "--codec", "minmax4", "-b", "1M", "-e", "16M", "-f", "16")
     assert made == [32, 32, 8, 8]  # none and minmax4: 256 buckets of 1,024, then 4,096
     assert found["machines"]["inter"]["rate"] == 25e9 / 8 and found["machines"]["intra"] == 300e9
@@ -74,7 +74,7 @@ def test_many_ranks_take_representatives_alone(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_ten_thousand_ranks() -> None:
-    found = figures("allreduce", "--ranks", "10000", "--node-size", "8", "-b", "64M", "-e", "64M", "--codec", "minmax4")
+    found = figures("allreduce", "--ranks", "10000", "--nodes", "1250", "-b", "64M", "-e", "64M", "--codec", "minmax4")
     assert [each["codec"] for each in found["results"]] == ["none", "minmax4"]
     assert all(each["time"] > 10_000 * 2 * 11 for each in found["results"])  # the headers alone
 
@@ -181,10 +181,10 @@ def test_codecs_are_compared_with_the_fastest_algorithm_without_a_codec() -> Non
 
 
 @pytest.mark.parametrize(
-    ("ranks", "node_size", "said"),
-    [(8, 4, "2 nodes of 4 ranks"), (10, 4, "3 nodes of at most 4 ranks"), (8, 16, "1 node of 8 ranks"), (8, 1, None)],
+    ("ranks", "nodes", "said"),
+    [(8, 2, "2 nodes of 4 ranks"), (10, 3, "3 nodes of at most 4 ranks"), (8, 1, "1 node of 8 ranks"), (8, 8, None)],
 )
-def test_the_head_counts_nodes(ranks: int, node_size: int, said: str | None) -> None:
-    given = ("--ranks", str(ranks), "--node-size", str(node_size), "--codec", "none", "-b", "4K", "-e", "4K")
+def test_the_head_counts_nodes(ranks: int, nodes: int, said: str | None) -> None:
+    given = ("--ranks", str(ranks), "--nodes", str(nodes), "--codec", "none", "-b", "4K", "-e", "4K")
     (line,) = (each for each in run("allreduce", *given).output.splitlines() if each.startswith("# ranks"))
     assert line.startswith(f"# ranks {ranks}: " + ("10gbit" if said is None else f"{said}, "))
