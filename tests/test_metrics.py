@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
+import re
 import socket
 import struct
 import sys
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +28,7 @@ from qccl.transports.sockets import place_text
 pytestmark = pytest.mark.usefixtures("threads_end")
 
 SECONDS = 60.0
+DASHBOARD = Path(__file__).parent.parent / "docs" / "howto" / "dashboard.json"
 
 
 def get(port: int) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
@@ -197,3 +201,13 @@ def test_silent_and_broken_callers_are_left(monkeypatch, capfd):
                 assert silent.recv(1) == b""
         made.remove(group)
     assert capfd.readouterr().err == ""
+
+
+def test_the_dashboard_asks_for_what_there_is():
+    names = {metrics.GROUP_SIZE, *(name for name, _, _ in metrics.COUNTERS)}
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    asked = [target["expr"] for panel in panels for target in panel["targets"]]
+    page = DASHBOARD.with_name("watching.md").read_text(encoding="utf-8")
+    for text in (*asked, page):
+        assert set(re.findall(r"qccl_\w+", text)) and set(re.findall(r"\bqccl_\w+", text)) <= names, text
+    assert all(f"`{expression}`" in page for expression in asked)

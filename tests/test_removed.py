@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from importlib import import_module
+from pathlib import Path
 from pydoc import locate
 
 import numpy as np
@@ -14,6 +15,8 @@ from click.testing import CliRunner
 import qccl
 from qccl import removed
 from qccl.bench.cli import main
+
+CHANGELOG = (Path(__file__).parent.parent / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_names() -> None:
@@ -95,3 +98,10 @@ def test_commands_and_flags(monkeypatch) -> None:
         assert flag not in {each for command in commands for option in command.params for each in option.opts}
         assert f"there is no {flag} any more; {instead}" in ran(only or "allreduce", flag)
     assert "No such option" in ran("allreduce", "--never-there")
+
+
+def test_the_changelog_lists_them() -> None:
+    kinds = removed.NAMES, removed.KEYWORDS, removed.VALUES, removed.VARIABLES, removed.COMMANDS, removed.FLAGS
+    for table in kinds:
+        for name in table:
+            assert re.sub(r".*\((\w+)\)", r"\1", name) in CHANGELOG, f"CHANGELOG.md does not say that {name} is gone"

@@ -21,9 +21,9 @@ def test_the_transport_and_the_engine_on_two_ranks():
     ("n", "names"),
     [
         (1, ()),  # all of them
-        (2, ("digests", "mpi", "staging")),
-        (3, ("digests", "engine", "transport", "staging")),
-        (4, ("digests",)),
+        (2, ("collectives", "digests", "mpi", "staging")),
+        (3, ("collectives", "engine", "transport", "staging")),
+        (4, ("collectives",)),
     ],
 )
 def test_checks_on(n, names):
