@@ -234,8 +234,7 @@ def test_a_communicator_that_does_not_end(world, cupy, monkeypatch):
     """NCCL waits for graphs; it is told from where, and not aborted as well, which would free it twice."""
     release = threading.Event()
     monkeypatch.setattr(fake_cuda.NcclCommunicator, "destroy", lambda self: release.wait(60))
-    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=60.0)
-    comm.timeout = 0.2
+    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=0.2)
     with pytest.warns(RuntimeWarning, match="graphs"):
         comm.close()
     assert not any(call[0] == "abort" for call in world.calls)
