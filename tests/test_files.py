@@ -28,7 +28,6 @@ NOBODY = 65534
 #: files of the package that open files themselves, also others than those of /proc and /sys
 OPENERS = {
     "files.py": "what this test demands",
-    "bench/collective.py": "a report in a folder of its own",
     "bench/lab.py": "/proc, /sys and /etc/netns",
     "bench/namespaces.py": "network namespaces",
     "bench/processes.py": "a named pipe in a folder of its own, and /proc",

@@ -129,7 +129,7 @@ def test_the_transport_that_is_wanted(monkeypatch):
 def test_obstacles(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert choice.obstacle("gloo") == "PyTorch is not installed"
-    assert choice.obstacle("ucx") == choice.obstacle("wan") == "msgspec is not installed"
+    assert choice.obstacle("ucx") == choice.obstacle("wan") == "msgspec is not installed (pip install msgspec)"
     meeting = meetings.Meeting("a launcher", 0, 2, lambda note, timeout: [note, note])
     assert meetings.gather_offers(meeting, 1.0)[1].gloo == "a launcher has no port for it"
     monkeypatch.delenv("QCCL_TOKEN", raising=False)

@@ -101,7 +101,8 @@ def test_set_up_calls_change_no_random_numbers():
 @pytest.fixture(params=["ucx", "wan"])
 def transport(request, monkeypatch):
     monkeypatch.setenv("QCCL_INSECURE", "1")
-    monkeypatch.setenv("QCCL_WAN_SHARED_MEMORY", "0")
+    if request.param == "wan":
+        monkeypatch.setenv("UCX_TLS", "tcp")  # no shared memory
     return request.param
 
 

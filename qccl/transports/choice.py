@@ -220,7 +220,7 @@ def _by_settings(wanted: str | None) -> Offer:
 def obstacle(transport: str) -> str:
     """Why this process cannot use "ucx", "wan" or "gloo"; nothing if it can."""
     if transport != "gloo" and not importlib.util.find_spec("msgspec"):  # as on a machine of scripts/gpu-check
-        return "msgspec is not installed"
+        return "msgspec is not installed (pip install msgspec)"
     if transport == "wan":
         return failure(tls.load_library) if token_key() else ""
     if transport == "gloo":

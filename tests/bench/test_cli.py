@@ -50,7 +50,7 @@ def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*LAUNCHERS, "QCCL_TRANSPORT"):
         monkeypatch.delenv(name, raising=False)
     tls.load_library()  # which keeps OpenSSL
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "msgspec" else None)
     monkeypatch.setattr(ucx, "_candidates", lambda: ["libucp.so.0"])
     monkeypatch.setattr(ucx.ctypes, "CDLL", lambda *given, **more: _raise_os_error())
     ucx.load_library.cache_clear()

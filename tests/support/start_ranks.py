@@ -33,7 +33,7 @@ _WAN = {"QCCL_TRANSPORT": "wan", "QCCL_TOKEN": "a token for tests only"}
 NETWORKS = {
     "shared memory": {},
     "tcp": {"UCX_TLS": "tcp,self"},
-    "wan": {**_WAN, "QCCL_WAN_SHARED_MEMORY": "0"},
+    "wan": {**_WAN, "UCX_TLS": "tcp"},
     "mixed": {**_WAN, RANKS_EACH: "2"},
 }
 needs_ucx = pytest.mark.skipif(bool(obstacle("ucx")), reason=obstacle("ucx") or "UCX is there")

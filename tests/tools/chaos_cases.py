@@ -108,8 +108,8 @@ class Case:
 def set_up(transport: str, rank: int, size: int, address: str) -> None:
     """The variables of a rank's process, and its handler of SIGINT, which jobs in the background ignore."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ |= {"OMP_NUM_THREADS": "1", "QCCL_WAN_SHARED_MEMORY": "0", "QCCL_INSECURE": "1"}
-    os.environ |= {"QCCL_WAN_CONNECTIONS": "2"} | ({"UCX_TLS": "tcp,self"} if transport == "ucx-tcp" else {})
+    os.environ |= {"OMP_NUM_THREADS": "1", "QCCL_INSECURE": "1", "QCCL_WAN_CONNECTIONS": "2"}
+    os.environ |= {"UCX_TLS": "tcp,self"} if transport in ("ucx-tcp", "wan") else {}
     if transport == "gloo":
         port = int(address.rpartition(":")[2])
         os.environ |= torch_variables(rank, size, port) | {"GLOO_SOCKET_IFNAME": "lo", "QCCL_TRANSPORT": "gloo"}
