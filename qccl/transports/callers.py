@@ -40,7 +40,10 @@ class Caller(Channel):
     Attributes:
         until: when it is dropped.
         begins_with_tls: its first byte is that of TLS.
+        may_be_plain: it may send sealed messages, without TLS, to a process that has a key for TLS.
     """
+
+    may_be_plain = True
 
     def __init__(
         self, connection: socket.socket, keys: Keys, parse: Callable[[bytes], Any], most: int = MOST_NBYTES
@@ -70,6 +73,8 @@ class Caller(Channel):
             if self.begins_with_tls and self._keys.tls:
                 self._connection = SecureSocket(self._fresh, self._keys.tls, is_server=True)
             self._fresh = None
+            if first and self.is_plain and not self.may_be_plain:
+                raise NotARank("it does not have the secret, or speaks another protocol")
         super().hear()
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "Channel",
     "Keys",
     "OtherJob",
+    "OtherVersion",
     "call",
     "frame",
     "retry",
@@ -52,6 +53,8 @@ _MOST_MESSAGES = 4
 TLS_NONCE = "0" * 32
 _HEAD = struct.Struct("<8sI16s")  # magic, length of the content, its checksum
 _MAGIC = b"qccl/me3"
+#: what the magic of every version begins with
+_FAMILY = b"qccl/"
 _PART_NBYTES = 1 << 16
 
 
@@ -64,6 +67,10 @@ class Packable(Protocol):
 
 class OtherJob(NotARank):
     """A message whose checksum is not that of its content by this job's key."""
+
+
+class OtherVersion(NotARank):
+    """A message of another version of qccl."""
 
 
 class Keys(NamedTuple):
@@ -181,6 +188,8 @@ class Channel:
         """Take the messages that are complete."""
         while len(self._received) >= _HEAD.size:
             magic, length, checksum = _HEAD.unpack_from(self._received)
+            if magic != _MAGIC and magic.startswith(_FAMILY):
+                raise OtherVersion("it runs another version of qccl")
             if magic != _MAGIC:
                 raise NotARank("it speaks another protocol")
             if length > self._most:

@@ -106,7 +106,9 @@ class Offer(NamedTuple):
         """The reverse of note(). Raises MismatchError where the rank's note is none."""
         lines = [printable(line, 2 * _MOST_REASON) for line in note.split(b"\n")]
         if len(lines) != len(cls._fields) or (rank == 0 and not _DRAWN.fullmatch(lines[cls._fields.index("drawn")])):
-            raise MismatchError(f"rank {rank} brought a note that is not one of this version of qccl")
+            raise MismatchError(
+                f"rank {rank} brought a note that is not one of this version of qccl; install the same one on all ranks"
+            )
         return cls(*lines)
 
 

@@ -420,7 +420,9 @@ def _member(rank: int, note: bytes) -> tuple[Member, int]:
         left, _, member = note.partition(b" ")
         return parse_member(member), int(left)
     except (NotARank, ValueError) as error:
-        raise MismatchError(f"rank {rank} brought a note that is not one of this version of qccl") from error
+        raise MismatchError(
+            f"rank {rank} brought a note that is not one of this version of qccl; install the same one on all ranks"
+        ) from error
 
 
 class Faults:

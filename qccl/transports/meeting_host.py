@@ -18,7 +18,7 @@ import time
 from qccl.deadline import Deadline
 from qccl.errors import CollectiveTimeout
 from qccl.transports.callers import Caller, Callers
-from qccl.transports.channel import RETRY_SECONDS, Channel, Keys, OtherJob, frame
+from qccl.transports.channel import RETRY_SECONDS, Channel, Keys, OtherJob, OtherVersion, frame
 from qccl.transports.meeting_messages import MOST_NBYTES, NONCE_NBYTES, Hello, Kind, Message, join, parse
 from qccl.transports.sockets import LONGEST_SECONDS
 from qccl.transports.strangers import NotARank
@@ -43,6 +43,7 @@ class _Caller(Caller):
         proved_at: when it did, in time.monotonic() seconds.
     """
 
+    may_be_plain = False
     hello = Hello(0, 0, 0, b"", b"")
     proof = b""
     is_rank = has_answer = False
@@ -175,8 +176,6 @@ class MeetingHost(Callers[_Caller]):
     # -- callers -----------------------------------------------------------------------------------------------------
 
     def _judge(self, caller: _Caller) -> None:
-        if caller.is_plain:
-            raise NotARank("it does not have the secret, or speaks another protocol")
         while caller.inbox and caller in self:  # what follows TAKEN is of the next gather
             self._obey(caller, caller.inbox.pop(0))
         if caller.has_ended:
@@ -189,6 +188,8 @@ class MeetingHost(Callers[_Caller]):
             self._why = f"; rank 0 has no token, and a caller seems to have one{_SAME_TOKEN}"
         elif isinstance(stranger, OtherJob) and not caller.hello.size:
             self._dismiss(caller, "rank 0 belongs to another job; give each job a port of its own in QCCL_PORT")
+        elif isinstance(stranger, OtherVersion) and not caller.hello.size:
+            self._dismiss(caller, "rank 0 runs another version of qccl; install the same one on all ranks")
         super()._refuse(caller, stranger)
 
     def _obey(self, caller: _Caller, message: Message) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from qccl.deadline import Deadline
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
 from qccl.transports import descriptors
-from qccl.transports.channel import Channel, Keys, OtherJob, call, frame, retry
+from qccl.transports.channel import Channel, Keys, OtherJob, OtherVersion, call, frame, retry
 from qccl.transports.meeting_host import MeetingHost
 from qccl.transports.meeting_messages import (
     NONCE_NBYTES,
@@ -183,7 +183,7 @@ class Rendezvous:
         """Raise CollectiveTimeout, with what is ``late``, or PeerLost instead of a connection's errors."""
         try:
             yield
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):  # the latter where the time was over before
             raise CollectiveTimeout(f"{late} within {deadline.seconds} s") from None
         except OSError as error:
             raise PeerLost(
@@ -280,6 +280,10 @@ class _Call:
             raise MismatchError(
                 f"what answers at {self._where} is not rank 0 of this job ({error}); give each job a port of its own "
                 f"in QCCL_PORT"
+            ) from error
+        except OtherVersion as error:
+            raise MismatchError(
+                f"rank 0 (at {self._where}) runs another version of qccl; install the same one on all ranks"
             ) from error
         except NotARank as error:
             if not self._keys.tls:

@@ -13,7 +13,8 @@ import qccl
 from qccl import CollectiveTimeout, PeerLost
 from qccl.cuda import libraries
 from qccl.deadline import Deadline
-from qccl.transports.meeting_messages import Kind
+from qccl.transports import rendezvous
+from qccl.transports.meeting_messages import Kind, Message
 from qccl.transports.rendezvous import Rendezvous
 from qccl.transports.secret import derive
 
@@ -81,6 +82,34 @@ def test_a_rank_that_leaves_between_two_gathers(port):
         with pytest.raises(PeerLost, match="rank 2 has left the meeting"):
             first.result(60)
         with pytest.raises(PeerLost, match="or a rank that it waited for, has left the meeting"):
+            second.result(60)
+
+
+def test_a_time_that_is_over_is_no_loss_of_a_rank(port, monkeypatch):
+    """It ends between the last note and the answer, which is longer than what the system takes at once."""
+    over, receive = threading.Event(), Rendezvous._receive
+
+    def receive_last(meeting: Rendezvous, rank: int, kind: Kind, deadline: Deadline) -> bytes:
+        if kind is Kind.NOTES:
+            assert over.wait(60)
+        found = receive(meeting, rank, kind, deadline)
+        deadline.end = 0.0
+        return found
+
+    monkeypatch.setattr(Rendezvous, "_receive", receive_last)
+    monkeypatch.setattr(rendezvous, "join", lambda notes: Message(Kind.NOTES, bytes(64 << 20)))
+
+    def run(rank: int) -> None:
+        with Rendezvous(rank, 2, ("127.0.0.1", port)) as meeting:
+            meeting.gather(b"", 60.0)
+            meeting.gather(b"", 60.0)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (pool.submit(run, rank) for rank in range(2))
+        with pytest.raises(CollectiveTimeout, match="rank 1 did not take the notes of the others"):
+            first.result(60)
+        over.set()
+        with pytest.raises(PeerLost, match="rank 0, or a rank that it waited for, has left"):
             second.result(60)
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from qccl.transports.channel import frame
 from qccl.transports.meeting_host import MeetingHost
 from qccl.transports.meeting_messages import Hello, Kind, Message, join, seal
 from qccl.transports.secret import derive
+from qccl.transports.secure_socket import SecureSocket
 
 pytestmark = pytest.mark.usefixtures("one_meeting_for_all")
 
@@ -136,6 +137,28 @@ def test_what_answers_is_rank_0_of_another_job(kind):
     error = answered(lambda said: frame(Message(kind, bytes(24)), seal("another")))
     assert isinstance(error, MismatchError) and "is not rank 0 of this job" in str(error), error
     assert "another job" in str(error) and "QCCL_PORT" in str(error)
+
+
+# -- other versions of qccl --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "TLS"])
+def test_a_caller_of_another_version(key, port, end_deadlines):
+    with Meeting(port, key) as met:
+        plain = socket.create_connection(("127.0.0.1", port), timeout=60)
+        with closing(SecureSocket(plain, key, is_server=False) if key else plain) as caller:
+            caller.settimeout(60)
+            caller.sendall(hello(1).replace(channel._MAGIC, b"qccl/me2"))
+            assert b"another version of qccl" in caller.recv(1000)
+        end_deadlines()
+        with pytest.raises(CollectiveTimeout, match="another version of qccl; install the same one on all ranks"):
+            met.first.result(60)
+
+
+@pytest.mark.parametrize("magic", [b"qccl/me2", b"qccl/rdv"])
+def test_rank_0_of_another_version(magic):
+    error = answered(lambda said: magic + bytes(100))
+    assert isinstance(error, MismatchError) and "another version of qccl; install the same one" in str(error), error
 
 
 def test_a_text_from_the_network_is_shown_without_control_characters():
@@ -256,6 +279,35 @@ def test_different_tokens(keys, text, text_of_rank_0, port, end_deadlines, has_d
         with pytest.raises(CollectiveTimeout, match=text_of_rank_0) as raised:
             met.first.result(60)
         assert "set the same QCCL_TOKEN" in str(raised.value)
+
+
+def test_no_message_is_parsed_without_the_token(port, end_deadlines, has_dropped, monkeypatch):
+    """Its sender knows the job's name, with which messages are sealed."""
+    parsed: list[bytes] = []
+    monkeypatch.setattr(meeting_host, "parse", parsed.append)
+    with Meeting(port, KEY) as met, connected(("127.0.0.1", port), hello(1)):
+        assert has_dropped.wait(60)
+        end_deadlines()
+        with pytest.raises(CollectiveTimeout, match="does not have its token"):
+            met.first.result(60)
+    assert not parsed
+
+
+def test_a_caller_that_says_nothing_is_no_reason(port, end_deadlines, monkeypatch):
+    """As a port scanner: the error of rank 0 does not blame the token. A Meeting's begin calls so."""
+    gone, drop = threading.Event(), MeetingHost.drop
+
+    def dropped_caller(self: MeetingHost, *arguments: Any) -> None:
+        drop(self, *arguments)
+        gone.set()
+
+    monkeypatch.setattr(MeetingHost, "drop", dropped_caller)
+    with Meeting(port, KEY) as met:
+        assert gone.wait(60)
+        end_deadlines()
+        with pytest.raises(CollectiveTimeout, match="did not come") as raised:
+            met.first.result(60)
+    assert "token" not in str(raised.value)
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None], ids=["silent", "http", "TLS"])
