@@ -140,13 +140,13 @@ def extents(rows: Iterable[Extent]) -> np.ndarray:
 class PtxEmulator:
     """Kernels by their names, compiled when they first run.
 
-    ``headers`` replaces the folder kernels/; ``options`` are further ones of NVRTC.
+    ``headers`` replaces the folder kernels/; ``options`` are further ones of NVRTC; ``code`` replaces the whole source.
     """
 
     def __init__(
-        self, library: Nvrtc, headers: Path | None = None, arch: int = 90, options: Sequence[str] = ()
+        self, library: Nvrtc, headers: Path | None = None, arch: int = 90, options: Sequence[str] = (), code: str = ""
     ) -> None:
-        self._library, self._headers = library, headers
+        self._library, self._headers, self._code = library, headers, code
         self._options = (f"--gpu-architecture=compute_{arch}", *options)
         self._machine = machine()
         self._modules: dict[str, tuple[Module, str]] = {}
@@ -158,6 +158,7 @@ class PtxEmulator:
         if not new:
             return
         code, options = cuda_source.source(new)
+        code = self._code or code
         if self._headers:
             options = tuple(f"-I{self._headers}" if option.startswith("-I") else option for option in options)
 
