@@ -102,12 +102,14 @@ class Callers(ABC, Generic[_C]):
         """Act on what a caller has sent; never blocks for long. Raises NotARank."""
 
     def _hear(self, caller: _C) -> None:
-        """Read what a caller has sent, and act on it."""
+        """Read what a caller has sent, and act on it; drop the largest callers of too many bytes."""
         try:
             caller.hear()
             self._judge(caller)
         except NotARank as stranger:
             self._refuse(caller, stranger)
+        while caller in self._unknown and sum(each.nbytes for each in self._unknown) > _MOST_NBYTES:
+            self.drop(max(self._unknown, key=lambda each: each.nbytes), "too many bytes")
 
     def _refuse(self, caller: _C, stranger: NotARank) -> None:
         """A caller is not a rank, or says what no rank says now."""
@@ -147,12 +149,10 @@ class Callers(ABC, Generic[_C]):
         return ""
 
     def bound(self) -> None:
-        """Drop callers that are too late, and the largest ones of too many bytes."""
+        """Drop callers that are too late."""
         now = time.monotonic()
         for each in [each for each in (*self._unknown, *self._known) if each.until.end < now]:
             self.drop(each, "it says nothing, or too slowly")
-        while sum(each.nbytes for each in self._unknown) > _MOST_NBYTES:
-            self.drop(max(self._unknown, key=lambda each: each.nbytes), "too many bytes")
 
     def drop(self, caller: _C, cause: str = "") -> None:
         """Close a connection; the log has the ``cause`` if the caller is unknown. Idempotent."""

@@ -75,7 +75,8 @@ class MembershipCallers(Callers[MembershipCaller]):
         """Accept all connections, and read what has come before. Never blocks."""
         self.accept()
         for caller in (*self._unknown, *self._known):
-            self._hear(caller)
+            if caller in self:
+                self._hear(caller)
         self.bound()
 
     def _welcome(self, connection: socket.socket) -> MembershipCaller:

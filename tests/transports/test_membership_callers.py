@@ -98,6 +98,29 @@ def test_a_silent_caller_is_dropped_soon_and_a_rank_is_not(monkeypatch):
         knocking.join(60)
 
 
+def test_strangers_take_a_bounded_number_of_bytes(monkeypatch):
+    """Each of 20 has sent a part of a message; together they may have a tenth of it, also while they are read."""
+    part = channel._HEAD.pack(channel._MAGIC, channel.MOST_NBYTES, b"") + bytes(10_000)
+    monkeypatch.setattr(callers, "_MOST_NBYTES", 2 * len(part))
+    kept: list[int] = []
+    with Group(1) as group, ExitStack() as stack:
+        unknown, hear = group.ranks[0]._callers._unknown, callers.Callers._hear
+
+        def heard(self: callers.Callers, caller: callers.Caller) -> None:
+            hear(self, caller)
+            kept.append(sum(each.nbytes for each in unknown))
+
+        monkeypatch.setattr(callers.Callers, "_hear", heard)
+        strangers = [stack.enter_context(connected(group.ranks[0].place, part)) for _ in range(20)]
+
+        def are_dropped() -> bool:
+            group.ranks[0].hear()
+            return sum(map(has_ended, strangers)) >= 18
+
+        patience.wait_until(are_dropped)
+    assert len(part) <= max(kept) <= 2 * len(part)
+
+
 def test_a_decision_behind_many_strangers_is_read_before_anything_is_decided():
     """It waits at the socket of a rank that was stopped; meanwhile the others end, and it could make a group alone."""
     with Group(3) as group, ExitStack() as stack:
