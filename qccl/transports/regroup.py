@@ -191,8 +191,7 @@ class MembershipSocket(Membership):
         if decision is None:
             raise CollectiveTimeout(
                 f"no group took this process in at {place_text(address)} within {deadline.seconds} s; the address must "
-                f"be comm.address of one of its ranks, and all ranks must have the same version of qccl, and call "
-                f"comm.grow()"
+                f"be comm.address of one of its ranks, and all ranks must call comm.grow(), with the same version of qccl"
             )
         return self._adopt(decision)
 

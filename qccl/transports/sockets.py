@@ -10,6 +10,9 @@ import random
 import resource
 import socket
 from collections.abc import Sequence
+from typing import Any
+
+from qccl.deadline import Deadline
 
 __all__ = [
     "BACKLOG",
@@ -77,9 +80,22 @@ def is_loopback(host: str) -> bool:
 
 
 def connect(place: Place, timeout: float) -> socket.socket:
-    """A connection to ``place``. Raises ConnectionRefusedError where nobody listens."""
+    """A connection to ``place``. Raises ConnectionRefusedError where nobody listens.
+
+    The addresses of a name share the time.
+    """
     _check_host(place[0])
-    connection = socket.create_connection(place, timeout=min(timeout, LONGEST_SECONDS))
+    deadline = Deadline(min(timeout, LONGEST_SECONDS))
+    addresses = [info[4] for info in socket.getaddrinfo(*place, type=socket.SOCK_STREAM)]
+    for left in range(len(addresses), 1, -1):
+        with contextlib.suppress(OSError):
+            return _connect(addresses.pop(0), deadline.remaining(0.001) / left)
+    return _connect(addresses[0], deadline.remaining(0.001))
+
+
+def _connect(address: Any, timeout: float) -> socket.socket:
+    number = socket.getnameinfo(address, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
+    connection = socket.create_connection(number, timeout=timeout)
     try:
         check_connected(connection)
     except OSError:

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
+from clocks import Clock
 from meeting_ranks import gather
 
-from qccl import ArgumentError, launch
+from qccl import ArgumentError, deadline, launch
 from qccl.transports import rendezvous, sockets
 from qccl.transports.messages import Member, parse_member
 from qccl.transports.strangers import NotARank
@@ -34,6 +35,27 @@ def test_a_socket_that_called_itself(monkeypatch):
         with pytest.raises(ConnectionRefusedError, match="called itself"):
             sockets.connect(itself.getsockname(), 5.0)
         assert itself.fileno() == -1
+
+
+def test_the_addresses_of_a_name_share_the_time(monkeypatch):
+    """Three answer nothing, and the next one does."""
+    given: list[float] = []
+    clock, create_connection = Clock(), socket.create_connection
+
+    def call(place, timeout):
+        given.append(timeout)
+        if len(given) < 4:
+            clock.ahead += timeout
+            raise TimeoutError
+        return create_connection(place, timeout)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        found = socket.getaddrinfo(*server.getsockname(), type=socket.SOCK_STREAM)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *where, **more: found * 4)
+        monkeypatch.setattr(socket, "create_connection", call)
+        monkeypatch.setattr(deadline, "time", clock)
+        sockets.connect(("a.name", 1), 40.0).close()
+    assert len(given) == 4 and sum(given) < 40.001
 
 
 def test_a_rank_that_waits_for_rank_0_does_not_take_itself_for_it(monkeypatch, port):
