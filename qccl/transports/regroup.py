@@ -191,7 +191,7 @@ class MembershipSocket(Membership):
         if decision is None:
             raise CollectiveTimeout(
                 f"no group took this process in at {place_text(address)} within {deadline.seconds} s; the address must "
-                f"be comm.address of one of its ranks, and all ranks must call comm.grow(), with the same version of qccl"
+                f"be comm.address of one of its ranks, and all ranks must call comm.grow(), with one version of qccl"
             )
         return self._adopt(decision)
 
