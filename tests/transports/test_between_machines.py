@@ -10,10 +10,14 @@ import site_ranks
 from namespaces import NEEDS_LAB, linked, outputs, started
 from site_ranks import MARK
 
+from qccl.transports.topology import network_id
+
 pytestmark = NEEDS_LAB
 
+#: the begin of what a rank tells of its network, in the meeting
+OFFERED = network_id().encode()[:36]
 #: what the packets must not have: values of the arrays, and what is said in the meeting and in the membership
-PLAIN = [MARK.tobytes() * 3, b"qccl/rdv", b"nonce", b"127.0.0.1", b"10.99.7.", b"rank"]
+PLAIN = [MARK.tobytes() * 3, OFFERED, b"nonce", b"127.0.0.1", b"10.99.7.", b"rank"]
 
 SNIFFER = """
 import signal, socket, sys
@@ -62,5 +66,5 @@ def test_without_a_token_all_of_it_can_be_read(machines, tmp_path):
     """So the test before finds what it looks for; the membership is encrypted all the same."""
     found, packets = run(machines, tmp_path, QCCL_TRANSPORT="wan", QCCL_INSECURE="1")
     assert found == ["3 wan-plain 0\n", "3 wan-plain 1\n"]
-    for text in (MARK.tobytes() * 3, b"qccl/rdv", b"10.99.7.", b"rank"):
+    for text in (MARK.tobytes() * 3, OFFERED, b"10.99.7.", b"rank"):
         assert text in packets
