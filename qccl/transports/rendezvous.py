@@ -230,7 +230,7 @@ class _Call:
         self._hello, self._place, self._keys = hello, place, keys
         self._where = place_text(place)
         self._has_met = False
-        self._hint = ""  # what may be wrong where rank 0 ends connections
+        self._hint = ""  # what may be wrong where rank 0 ends connections; it stays until rank 0 answers
         self._unresolved = ""  # why the last try has not found rank 0's address
 
     def ask(self, deadline: Deadline) -> tuple[list[bytes], Channel]:
@@ -295,9 +295,12 @@ class _Call:
 
     def _answers(self, channel: Channel, deadline: Deadline) -> list[bytes] | None:
         is_proven, has_answered = bool(self._keys.tls), False  # TLS has proved it
-        self._hint = "; perhaps rank 0 has no token: set the same QCCL_TOKEN on all ranks" if is_proven else ""
+        if is_proven:
+            self._hint = "; perhaps rank 0 has no token: set the same QCCL_TOKEN on all ranks"
         channel.send(self._hello.message(), deadline.remaining())
-        self._has_met, self._hint = True, ""
+        self._has_met = True
+        if is_proven:
+            self._hint = ""
         while True:
             try:
                 kind, content = channel.receive(deadline)
@@ -305,7 +308,7 @@ class _Call:
                 if channel.has_ended and not has_answered and not self._keys.tls:
                     self._hint = "; it ends connections at once: perhaps it has a QCCL_TOKEN, and this rank has none"
                 raise
-            has_answered = True
+            has_answered, self._hint = True, ""
             match kind:
                 case Kind.PROVE if content[NONCE_NBYTES:] == self._hello.process:
                     is_proven = True

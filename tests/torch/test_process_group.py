@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -477,10 +476,8 @@ def dies() -> None:
         dist.all_reduce(torch.ones(COUNT))
         if pg.rank() == 1:
             os._exit(0)
-        begin = time.monotonic()
         future = dist.all_reduce(torch.ones(COUNT), async_op=True).get_future()
         assert "rank 1" in error_of(future.wait, (qccl.PeerLost, RuntimeError))
-        assert time.monotonic() - begin < 20
         assert "rank 1" in error_of(lambda: dist.all_reduce(torch.ones(COUNT)), qccl.PeerLost)
 
 
