@@ -45,8 +45,3 @@ class Deadline:
     def remaining(self, least: float = 0.0) -> float:
         """Seconds until the end, at least ``least``."""
         return max(least, self.end - time.monotonic())
-
-    def or_in(self, seconds: float) -> Deadline:
-        """This one, or another one that ends sooner, in so many seconds from now."""
-        sooner = Deadline(seconds)
-        return sooner if sooner.end < self.end else self
