@@ -26,7 +26,7 @@ class Mixed final : public GroupWire {
     std::vector<std::string> near, far;
     for (const std::string& address : addresses) {
       const std::size_t end = address.find('\0');
-      far.push_back(address.substr(0, end));
+      far.push_back(address.substr(0, end < address.size() ? end + 1 : end));
       near.push_back(end < address.size() ? address.substr(end + 1) : "");
       is_near_.push_back(!near.back().empty());
     }

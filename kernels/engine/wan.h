@@ -19,8 +19,8 @@ struct WanSettings {
 };
 
 // An address has lines: 32 hexadecimal digits, random for each wire, and the number of `connections`; then "HOST PORT", in
-// numbers, for each place where the rank can be reached, best first. Two ranks have the smaller one of their numbers; with
-// 0 they have no connection at all.
+// numbers, for each place where the rank can be reached, best first. Two ranks have the smaller one of their numbers. With
+// a rank whose address ends with a zero byte there is no connection: its messages go another way.
 std::shared_ptr<GroupWire> make_wan_wire(const WanSettings& settings, OnFault fault);
 
 }  // namespace qccl

@@ -41,8 +41,11 @@ Links::~Links() { ::close(epoll_); }
 void Links::begin(int rank, const std::vector<std::string>& addresses, double now) {
   std::vector<Address> parsed;
   for (const std::string& address : addresses) {
+    // Only qccl.transports.wan adds it: no rank can give itself such an address.
+    const bool has_other_way = !address.empty() && address.back() == '\0';
     try {
-      parsed.push_back(parse(address));
+      parsed.push_back(parse(address.substr(0, address.size() - has_other_way)));
+      if (has_other_way) parsed.back() = {parsed.back().nonce, 0, {}};
     } catch (const std::invalid_argument& error) {
       throw WireError("rank " + std::to_string(parsed.size()) + " (" + error.what() + ")");
     }

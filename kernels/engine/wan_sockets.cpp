@@ -34,7 +34,7 @@ Address parse(const std::string& text) {
   std::istringstream words(text);
   Address found;
   words >> found.nonce >> found.connections;
-  const bool fits = found.nonce.size() == kNonceNbytes && found.connections >= 0 && words;
+  const bool fits = found.nonce.size() == kNonceNbytes && found.connections > 0 && words;
   for (Place place; words >> place.host >> place.port;) found.places.push_back(place);
   if (!fits || !words.eof()) throw std::invalid_argument("not the address of a rank");
   return found;

@@ -114,10 +114,10 @@ class WanTransport(ConnectedTransport):
         parts = [address.split(b"\0", 2) for address in addresses]
         own = parts[self.rank][1:2]
         #: the ranks that share memory with this one
-        self._near = [r for r, each in enumerate(parts) if r != self.rank and len(each) == 3 and each[1:2] == own]
+        self._near = [r for r, each in enumerate(parts) if r != self.rank and len(each) == 3 and each[1:2] == own and each[2]]
         for rank in self._near:
             sites, _, memory = parts[rank]
-            parts[rank] = [sites.partition(b" ")[0] + b" 0\0" + memory]  # without a connection between sites
+            parts[rank] = [sites + b"\0" + memory]  # without a connection between sites
         super()._connect_wire([each[0] for each in parts])
 
     def _no_network(self, reason: str) -> str:

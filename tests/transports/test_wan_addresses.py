@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from wan_groups import group
+from wan_wires import Wire
 
-from qccl import ArgumentError
+from qccl import ArgumentError, _host
 from qccl.transports.wan import WanTransport
 
 
@@ -21,3 +22,12 @@ def test_a_setting_without_a_host_and_ports(text, monkeypatch):
     monkeypatch.setenv("QCCL_WAN_ADVERTISE", text)
     with pytest.raises(ArgumentError, match=f"QCCL_WAN_ADVERTISE='{text}' is not \"host:first-last\""):
         WanTransport(lambda note: [note], 10.0, is_local=True)
+
+
+@pytest.mark.parametrize("text", ["", "a" * 31 + " 1", "{nonce}", "{nonce} 0", "{nonce} 0\n127.0.0.1 1"])
+def test_what_is_no_address_is_refused(text):
+    """Also one without connections, whose rank would look lost."""
+    wire = Wire()
+    with pytest.raises(_host.WireError, match=r"^rank 1 \(not the address of a rank\)$"):
+        wire.connect(0, [wire.native.address(), text.format(nonce="a" * 32).encode()])
+    wire.close()
