@@ -14,11 +14,13 @@ import itertools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import patience
 from fake_device import (
     DEVICES,
     Array,
@@ -350,12 +352,17 @@ def _run_while_flags_are_read(world: World) -> None:
     flags._read = run_and_read
 
 
-def remaining_threads(world: World) -> list[threading.Thread]:
-    """Threads of qccl that began after this world and do not end within 5 seconds each."""
-    found = [each for each in set(threading.enumerate()) - world.threads_before if each.name.startswith("qccl")]
-    for thread in found:
-        thread.join(5)
-    return [each for each in found if each.is_alive()]
+def remaining_threads(world: World, seconds: float = 60) -> list[threading.Thread]:
+    """Threads of qccl that began after this world and do not end in time."""
+    limit, found = patience.Limit(seconds), list[threading.Thread]()
+    while limit.left():
+        # they cannot be joined: enumerate() has some that have not begun to run
+        began = set(threading.enumerate()) - world.threads_before
+        found = [each for each in began if each.name.startswith("qccl")]
+        if not found:
+            break
+        time.sleep(0.002)
+    return found
 
 
 @contextlib.contextmanager
@@ -384,7 +391,7 @@ def installed(world: World, kernels: Any) -> Any:
             os.environ["QCCL_CACHE_DIR"] = folder
         for engine in list(getattr(sys.modules.get("qccl.cuda.engine"), "_live", ())):
             engine.close(0.1)
-        remaining_threads(world)
+        remaining_threads(world, 5)
         for registry in lifetime._registries[registries:]:  # each holds its module, and so the world
             lifetime._stages.pop(registry.end, None)
             atexit.unregister(registry.end)
