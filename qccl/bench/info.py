@@ -140,7 +140,7 @@ def _wan() -> str:
 
 
 def _inside_machines() -> str:
-    """What carries the messages of ranks that wan connects, and that are on one machine."""
+    """The carrier of messages between ranks of one machine that wan connects."""
     reason = memory_obstacle()
     return f"inside a machine {f'wan, too: {reason}' if reason else 'ucx by shared memory'}"
 

@@ -60,7 +60,7 @@ class Caller(Channel):
         return bool(self._keys.tls) and self._fresh is None and not isinstance(self._connection, SecureSocket)
 
     def hear(self) -> None:
-        """As of a Channel. First find out whether the caller begins with TLS."""
+        """Hear as a Channel does. First find out whether the caller begins with TLS."""
         if self._fresh is not None:
             self._fresh.setblocking(False)
             try:

@@ -141,7 +141,7 @@ class Channel:
         self.send_frame(frame(message, self._seal), seconds)
 
     def send_frame(self, framed: bytes, seconds: float) -> None:
-        """As send(), of a message that frame() has made for several channels."""
+        """Send a message that frame() has made for several channels; see send()."""
         self._connection.settimeout(min(max(0.0, seconds), LONGEST_SECONDS))  # sendall's is for the whole
         self._connection.sendall(framed)
 

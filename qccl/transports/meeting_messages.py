@@ -86,7 +86,7 @@ class Hello(NamedTuple):
     note: bytes
 
     def message(self) -> Message:
-        """As it is sent."""
+        """The bytes of the message."""
         return Message(Kind.HELLO, _HELLO.pack(*self[:4]) + self.note)
 
     @classmethod
