@@ -114,7 +114,7 @@ class WanTransport(ConnectedTransport):
         parts = [address.split(b"\0", 2) for address in addresses]
         own = parts[self.rank][1:2]
         #: the ranks that share memory with this one
-        self._near = [r for r, each in enumerate(parts) if r != self.rank and len(each) == 3 and each[1:2] == own and each[2]]
+        self._near = [r for r, each in enumerate(parts) if r != self.rank and each[1:2] == own and any(each[2:])]
         for rank in self._near:
             sites, _, memory = parts[rank]
             parts[rank] = [sites + b"\0" + memory]  # without a connection between sites
