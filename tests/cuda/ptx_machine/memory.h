@@ -148,7 +148,7 @@ class Record {
   }
 };
 
-// Memory from `begin` on. Layout known to tests/support/ptx_emulator.py.
+// Memory from `begin` on. Layout known to tests/cuda/ptx_emulator.py.
 struct Extent {
   u64 begin, nbytes;
   u32 writable, defined;  // whether kernels may write it, and whether it has content
