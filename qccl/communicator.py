@@ -14,6 +14,7 @@ from qccl.arguments import CodecLike, check_group, codecs_of, count_of, setup_ti
 from qccl.calls import Collectives
 from qccl.choosing import Chooser
 from qccl.collectives import CollectiveSpec, HierarchicalSpec, spec_of_plan
+from qccl.connect import connect
 from qccl.costs.group import GroupProfile
 from qccl.deadline import Deadline
 from qccl.dtypes import DTypeLike
@@ -23,7 +24,7 @@ from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost, QcclError
 from qccl.guard import guarded
 from qccl.host import HostBackend
 from qccl.host.shutdown import leave
-from qccl.meetings import connect, of_jax, of_torch
+from qccl.meetings import of_jax, of_torch
 from qccl.metrics import check_setting
 from qccl.plan import Plan
 from qccl.ranges import ranges

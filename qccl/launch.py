@@ -11,21 +11,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from qccl.arguments import integer, setup_timeout, timeout_of
+from qccl.connect import connect, connected_transport, gather_offers
 from qccl.cuda.libraries import device_count, pick_device
 from qccl.errors import ArgumentError, EngineError, MismatchError, QcclError
 from qccl.launchers import Launcher, check_alone, check_rank, check_size, detect, frameworks, is_of_srun, remedy
 from qccl.machine_name import machine_name
-from qccl.meetings import (
-    Meeting,
-    alone,
-    connect,
-    connected_transport,
-    gather_offers,
-    of_address,
-    of_jax,
-    of_launcher,
-    of_torch,
-)
+from qccl.meetings import Meeting, alone, of_address, of_jax, of_launcher, of_torch
 from qccl.removed import check_variables
 from qccl.transports.choice import TRUSTED_NETWORK, Offer, obstacle, refusal_of_mpi, wanted_transport
 from qccl.transports.join_address import JoinAddress

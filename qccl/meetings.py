@@ -1,8 +1,7 @@
 """How processes that are to be ranks find each other where there is no MPI, and exchange some bytes.
 
 A meeting needs a place that all ranks know: a TCP address (from the launcher's environment or from the program), the
-store of torch.distributed, or the key-value store of jax.distributed. connect() then makes the transport that all
-ranks can use (choice.py), in two gathers: what each rank offers, and then the addresses of the transport.
+store of torch.distributed, or the key-value store of jax.distributed.
 """
 
 from __future__ import annotations
@@ -10,47 +9,35 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import logging
 import os
 import re
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qccl.ancestors import ancestors
 from qccl.deadline import Deadline
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError
 from qccl.launchers import Launcher
 from qccl.transports import tls
-from qccl.transports.choice import Offer, choose, is_alone
-from qccl.transports.network import Network, own_address
 from qccl.transports.rendezvous import Rendezvous, meeting_place
-from qccl.transports.secret import derive, draw, job_secret, token_key
+from qccl.transports.secret import derive, token_key
 from qccl.transports.strangers import printable
-
-if TYPE_CHECKING:
-    from qccl.transports.base import Transport
-    from qccl.transports.connected import ConnectedTransport
 
 __all__ = [
     "Meeting",
     "alone",
-    "connect",
-    "connected_transport",
     "first_host",
-    "gather_offers",
     "of_address",
     "of_jax",
     "of_launcher",
     "of_store",
     "of_torch",
 ]
-
-_log = logging.getLogger("qccl")
 
 #: ports for jobs whose launcher gives an address but no port
 _FIRST_PORT, _PORTS = 20_000, 12_000
@@ -322,78 +309,3 @@ def _collect(get: Callable[[int, float], bytes], ranks: Iterable[int], deadline:
         except RuntimeError as error:
             raise CollectiveTimeout(f"rank {rank} did not come within {deadline.seconds} s ({error})") from error
     return notes
-
-
-# -- transports ------------------------------------------------------------------------------------------------------
-
-
-def gather_offers(meeting: Meeting, timeout: float, wanted: str | None = None, **more: str) -> list[Offer]:
-    """Collective: what all ranks bring; ``more``: fields of this rank's offer. A meeting of one has no others."""
-    if meeting.size == 1:
-        return [Offer(**more)]
-    if meeting.port is meeting.group is meeting.store is None:
-        more["gloo"] = f"{meeting.name} has no port for it"
-    own = Offer.here(wanted, drawn="" if meeting.rank else draw().hex(), **more)
-    offers = [Offer.of(rank, note) for rank, note in enumerate(meeting.gather(own.note(), timeout))]
-    offers[meeting.rank] = own._replace(drawn=offers[meeting.rank].drawn)
-    return offers
-
-
-def connect(
-    meeting: Meeting, timeout: float, wanted: str | None = None, offers: Sequence[Offer] | None = None
-) -> Transport:
-    """Collective: the transport that choice.py chooses by what all ranks have, connected.
-
-    ``wanted`` is the only one allowed (see wanted_transport()); ``offers``: if they are gathered already. Raises
-    EngineError with a rank's reason where they have none in common, MismatchError where their tokens differ.
-    """
-    offers = offers or gather_offers(meeting, timeout, wanted)
-    if meeting.size == 1:
-        from qccl.transports.loopback import LoopbackGroup
-
-        return LoopbackGroup(1).transport(0)
-    chosen = choose(offers, meeting.name)
-    who = meeting.rank, meeting.size, meeting.name
-    _log.info("rank %d of %d (%s) uses the transport %s: %s", *who, chosen.name, chosen.why)
-    if chosen.name == "gloo":
-        network = Network.towards(meeting.host, is_local=chosen.is_local)
-        own = own_address(network, meeting.own_address())
-        meeting.close()  # it may listen at the same port
-        return _over_gloo(meeting, own, timeout)
-    secret = job_secret(bytes.fromhex(offers[0].drawn), token_key()) if chosen.has_secret else None
-    transport = connected_transport(chosen.name)
-    return transport(
-        lambda note: meeting.gather(note, timeout),
-        timeout,
-        master=meeting.host,
-        is_local=chosen.is_local,
-        shares_memory=chosen.shares_memory,
-        is_alone=is_alone(offers, meeting.rank),
-        secret=secret,
-        encrypts=chosen.encrypts,
-    )
-
-
-def connected_transport(name: str) -> type[ConnectedTransport]:
-    """The class of "ucx" or "wan"."""
-    if name == "wan":
-        from qccl.transports.wan import WanTransport
-
-        return WanTransport
-    from qccl.transports.ucx import UcxTransport
-
-    return UcxTransport
-
-
-def _over_gloo(meeting: Meeting, own: str | None, timeout: float) -> Transport:
-    """``own``: this machine's address; None: gloo finds it by GLOO_SOCKET_IFNAME, or by the machine's name."""
-    from qccl.transports.torch import TorchTransport
-
-    if meeting.group is not None:
-        return TorchTransport.from_group(meeting.group, timeout, own)
-    if meeting.store is not None:
-        import torch.distributed as dist
-
-        return TorchTransport(dist.PrefixStore("gloo", meeting.store), meeting.rank, meeting.size, timeout, own=own)
-    assert meeting.host is not None and meeting.port is not None  # gather_offers()
-    return TorchTransport.at((meeting.host, meeting.port), meeting.rank, meeting.size, timeout, own)

@@ -59,6 +59,7 @@ dynamo:
 arrays: _host dtypes errors scalars tensors
 transports: _host dtypes deadline errors files launchers lifetime machine_name threads
 meetings: ancestors deadline errors launchers transports
+connect: meetings transports
 engine: _host arrays chunks errors intervals schedule threads trace
 host: _host arrays chunks codecs dtypes deadline engine errors guard lifetime scalars schedule tensors trace transports
 cuda: _host arrays chunks codecs dtypes deadline engine errors files lifetime schedule tensors threads trace transports
@@ -75,7 +76,7 @@ session: arrays collectives engine errors guard lifetime metrics programs ranges
 work: arguments dynamo engine errors guard session
 calls: arguments arrays choosing collectives costs dtypes dynamo engine errors guard options programs schedule session
     state tensors work
-communicator: arguments calls choosing collectives costs cuda dtypes dynamo engine errors guard host meetings
+communicator: arguments calls choosing collectives connect costs cuda dtypes dynamo engine errors guard host meetings
     deadline metrics plan ranges records removed session statistics transports
 pointers: arguments arrays calls collectives communicator dtypes errors options work
 weights: errors
@@ -84,10 +85,10 @@ parameters: arrays errors scalars
 outer_step: errors parameters scalars work
 diloco: arguments arrays codecs collectives communicator dynamo errors outer_step owners parameters removed scalars
 jax: arguments codecs communicator dtypes errors launch lifetime owners state
-launch: arguments communicator costs cuda errors launchers machine_name meetings removed transports
+launch: arguments communicator connect costs cuda errors launchers machine_name meetings removed transports
 ranks: arguments communicator deadline errors threads transports
-torch: _host arguments codecs collectives communicator costs cuda dtypes dynamo errors meetings owners removed scalars
-    schedule state trace transports work
+torch: _host arguments codecs collectives communicator connect costs cuda dtypes dynamo errors meetings owners removed
+    scalars schedule state trace transports work
 qccl: codecs communicator cuda decentralized diloco errors launch plan pointers ranks removed saved
     work
 bench: qccl _host analysis chunks codecs collectives communicator costs cuda deadline dtypes errors files launch
@@ -110,6 +111,7 @@ host/rig.py: numpy
 jax: jax numpy
 measuring.py: numpy
 metrics.py: prometheus_client
+connect.py: torch
 meetings.py: torch
 parameters.py: numpy
 records.py: msgspec

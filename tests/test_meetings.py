@@ -1,15 +1,13 @@
-"""The names of jobs, by which ranks tell their meetings apart, the places where they meet, and their transports."""
+"""The names of jobs, by which ranks tell their meetings apart, and the places where they meet."""
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 
 import pytest
 
 from qccl import ArgumentError, EngineError, ancestors, meetings
 from qccl.launchers import Launcher
-from qccl.transports import choice
 
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -114,27 +112,6 @@ def test_a_name_service_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", busy)
     step = STEP | {"SLURM_STEP_NODELIST": "n3", "SLURM_STEP_NUM_NODES": "2"}
     assert name_and_place(SRUN, step)[1][0] == "n3"
-
-
-def test_the_transport_that_is_wanted(monkeypatch):
-    monkeypatch.delenv("QCCL_TRANSPORT", raising=False)
-    assert choice.wanted_transport() is None and choice.wanted_transport("ucx") == "ucx"
-    for text, wanted in (("wan", "wan"), ("auto", None), ("", None)):
-        monkeypatch.setenv("QCCL_TRANSPORT", text)
-        assert choice.wanted_transport() == wanted and choice.wanted_transport("ucx") == "ucx"
-    with pytest.raises(ArgumentError, match="transport='tcp' does not exist; there are auto, ucx, mpi, gloo"):
-        choice.wanted_transport("tcp")
-
-
-def test_obstacles(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert choice.obstacle("gloo") == "PyTorch is not installed"
-    assert choice.obstacle("ucx") == choice.obstacle("wan") == "msgspec is not installed (pip install msgspec)"
-    meeting = meetings.Meeting("a launcher", 0, 2, lambda note, timeout: [note, note])
-    assert meetings.gather_offers(meeting, 1.0)[1].gloo == "a launcher has no port for it"
-    monkeypatch.delenv("QCCL_TOKEN", raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert choice.obstacle("wan") == ""
 
 
 def test_a_meeting_of_one():

@@ -15,8 +15,8 @@ from thread_ranks import on_ranks
 from threads import meeting
 
 import qccl
+from qccl.connect import connected_transport
 from qccl.errors import MismatchError, PeerLost
-from qccl.meetings import connected_transport
 from qccl.transports import regroup
 
 SET_UP = {"barrier": lambda c: c.barrier(), "allgather": lambda c: c.allgather(b"1"), "split": lambda c: c.split(0)}

@@ -24,10 +24,11 @@ import torch.distributed as dist
 from qccl.arguments import CodecLike, checked_codec, lossiest
 from qccl.codecs import NoCodec
 from qccl.communicator import Communicator
+from qccl.connect import connect
 from qccl.cuda.nccl_id import agreed_id
 from qccl.dynamo import not_traced
 from qccl.errors import ArgumentError, MismatchError
-from qccl.meetings import connect, of_store
+from qccl.meetings import of_store
 from qccl.removed import check_variables
 from qccl.torch.groups import ENCODED
 from qccl.torch.options import Options

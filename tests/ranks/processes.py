@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from qccl import launchers, meetings
+from qccl.connect import connected_transport
 from qccl.transports.choice import wanted_transport
 
 #: the transport that is tested
@@ -39,7 +40,7 @@ def connect(timeout: float = 20.0) -> Any:
         from qccl.transports.mpi import MpiTransport
 
         return MpiTransport.world(timeout)
-    transport = meetings.connected_transport(TRANSPORT)
+    transport = connected_transport(TRANSPORT)
     how = {"is_local": True, "secret": bytes(range(32))} if TRANSPORT == "wan" else {}
     return transport(lambda address: _gather(address, timeout), timeout, **how)
 

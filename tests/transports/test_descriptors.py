@@ -9,7 +9,7 @@ import pytest
 from start_ranks import needs_ucx
 
 import qccl
-from qccl.meetings import connected_transport
+from qccl.connect import connected_transport
 from qccl.transports import descriptors
 
 #: more than split() opens in a group of one

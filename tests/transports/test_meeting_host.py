@@ -17,7 +17,7 @@ from strangers import connected
 from taps import Tap
 from tls_streams import shake_hands
 
-from qccl import CollectiveTimeout, EngineError, MismatchError, launch, meetings
+from qccl import CollectiveTimeout, EngineError, MismatchError, connect, launch, meetings
 from qccl.transports import channel, choice, meeting_host, ucx
 from qccl.transports import strangers as dropped
 from qccl.transports.channel import frame
@@ -181,14 +181,14 @@ def test_a_note_of_another_form_is_a_mismatch(note):
     """In the choice of a transport."""
     meeting = met(note)
     with pytest.raises(MismatchError, match="rank 1 brought a note"):
-        meetings.connect(meeting, 5.0)
+        connect.connect(meeting, 5.0)
 
 
 def test_reasons_of_other_ranks_are_shown_without_control_characters():
     note = choice.Offer("network", "", "", "", "", "", "", "no UCX", "no gloo", "no wan").note()
     meeting = met(note.replace(b"no UCX", b"no \x1b[31mUCX"))
     with pytest.raises(EngineError, match=r"rank 1: no .x1b.31mUCX") as raised:
-        meetings.connect(meeting, 5.0)
+        connect.connect(meeting, 5.0)
     assert str(raised.value).isprintable()
     assert launch._first_reason([b"", b"\x1b]0;title\x07"]) == "rank 1: \\x1b]0;title\\x07"
 

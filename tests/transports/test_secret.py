@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import qccl
-from qccl import ArgumentError, EngineError, MismatchError, meetings
+from qccl import ArgumentError, EngineError, MismatchError, connect, meetings
 from qccl.bench.cli import main
 from qccl.transports import choice, secret
 from qccl.transports.choice import Offer, choose, is_alone
@@ -248,15 +248,15 @@ def test_what_others_say_of_this_rank_does_not_count(monkeypatch):
     monkeypatch.setenv("QCCL_TOKEN", TOKEN)
     meeting = meetings.Meeting("the test", 1, 2, lambda own, timeout: [NONE.note()] * 2)
     with pytest.raises(MismatchError, match="rank 1 has a token, and rank 0 has none"):
-        meetings.connect(meeting, 5.0)
+        connect.connect(meeting, 5.0)
 
 
 def test_the_log_says_that_the_network_must_be_trusted(monkeypatch, caplog):
     monkeypatch.setattr(choice, "TRANSPORTS", ("gloo",))
     monkeypatch.setattr(choice, "obstacle", lambda *arguments: "")
-    monkeypatch.setattr(meetings, "_over_gloo", lambda meeting, own, timeout: "the transport")
+    monkeypatch.setattr(connect, "_over_gloo", lambda meeting, own, timeout: "the transport")
     meeting = meetings.Meeting("the test", 1, 2, lambda own, timeout: [NONE.note(), NONE.note()], "host", 1)
     with caplog.at_level(logging.INFO, "qccl"):
-        assert meetings.connect(meeting, 5.0) == "the transport"
+        assert connect.connect(meeting, 5.0) == "the transport"
     assert "nothing is encrypted: the network between the machines must be trusted" in caplog.text
     assert BYTES.hex() not in caplog.text
