@@ -81,7 +81,7 @@ class CudaEngine:
         self._consistency = Consistency(transport)
         self._watchdog = Watchdog(self, transport.device, self.rank)
         self._enqueuing = threading.RLock()  # held while a run is put on its streams
-        self._workspace = Workspace(self.device, transport, self._enqueuing)
+        self._workspace = Workspace(self.device, self.size)
         self._captured: list[CudaProgram] = []
         self._log = CallLog()
         self._releases = False

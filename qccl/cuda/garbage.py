@@ -1,4 +1,4 @@
-"""A thread that frees what may block: NCCL's communicators and memory, streams, events, and arrays of ended calls.
+"""A thread that frees what may block: NCCL's communicators, streams, events, and arrays of ended calls.
 
 NCCL and CUDA may wait in such calls until the GPU has ended its work. Python's collector of garbage runs in whichever
 thread makes an object, also in the watchdog of another communicator. That one would then not end a call that hangs, and

@@ -5,9 +5,6 @@ arrives. So the calls that can block (making or splitting a communicator, the fi
 of their own with a deadline, and a new communicator connects all its ranks at once. Later calls only put work on
 streams, which the engine's watchdog watches.
 
-The workspace, from which all transfers of a communicator come and to which they go, is registered with NCCL where its
-version allows that on all ranks (nccl_memory.py).
-
 Two communicators on one GPU, such as a trainer's and this one, can wait for each other if their kernels start in
 different orders on different ranks. So beside PyTorch NCCL is told to start them in the order in which the program
 issues them. Elsewhere it is not: it would be so for the whole process, where NCCL then refuses launches by two threads
@@ -21,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
 import sys
 import threading
@@ -46,8 +42,6 @@ from qccl.cuda.libraries import (
 )
 from qccl.cuda.nccl_id import ID_NBYTES, agreed_id, broadcast_note
 from qccl.cuda.nccl_library import UINT8, BareCommunicator, set_up, with_reason
-from qccl.cuda.nccl_memory import NcclMemory, check_registration
-from qccl.cuda.workspace import RESERVED_NBYTES
 from qccl.deadline import Deadline
 from qccl.errors import ArgumentError, EngineError, QcclError
 from qccl.transports.base import Call, DeviceTransfer, DeviceTransport, Transport, split_groups
@@ -58,7 +52,6 @@ __all__ = ["NcclTransport"]
 _ABORT_SECONDS = 5.0
 _IN_PROGRESS = 7
 _ALIGNMENT = 64
-_log = logging.getLogger("qccl")
 
 
 class NcclTransport(DeviceTransport):
@@ -75,21 +68,19 @@ class NcclTransport(DeviceTransport):
         self._timeout = timeout
         self._gone = False
         self._asking = threading.Lock()  # held while NCCL is asked for errors, so that nobody frees the communicator
-        self._memories: list[NcclMemory] = []  # registered with all communicators
         self._lost: list[Any] = []  # memory of collectives that did not finish: the device may still write to it
         self.rank, self.size = comm.rank_id(), comm.size()
         with on_device(device):
             self._stream = cuda.Stream(non_blocking=True, priority=TRANSFER_PRIORITY)
             self._event = cuda.Event(disable_timing=True)
         self.stream: int = self._stream.ptr
-        Garbage(device).drop_with(self, [comm], self._memories, self._lost, [self._stream, self._event])
+        Garbage(device).drop_with(self, [comm], self._lost, [self._stream, self._event])
         try:
             set_up(device, timeout, "the first transfers", self._connect)
             notes = self.allgather(f"{machine()}\n{hardware_of(device)}".encode(), timeout)
             machines, hardware = zip(*(note.decode().split("\n", 1) for note in notes), strict=True)
             self.hardware = "; ".join(f"{hardware.count(each)} x {each}" for each in sorted({*hardware}))
             places = find_topology(self.rank, machines)
-            self.reserved = self._reserve() if self.size > 1 else None
         except BaseException as error:
             self.abort(f"the ranks could not be connected: {error}")
             raise
@@ -187,43 +178,6 @@ class NcclTransport(DeviceTransport):
             if not (isinstance(error, KeyError) and error.args == (_IN_PROGRESS,)):
                 self._raise(error)
 
-    # -- registered memory -------------------------------------------------------------------------------------------
-
-    def allocate(self, nbytes: int) -> NcclMemory:
-        """Allocate and register. An error of the registration is no reason to go on without: see nccl_memory.py."""
-        self._check_alive()
-        memory = NcclMemory(self.device, nbytes)
-        try:
-            with on_device(self.device):
-                memory.register(self.comm)
-        except Exception as error:
-            memory.free()
-            self._raise(error)
-        except BaseException:
-            memory.free()
-            raise
-        self._memories.append(memory)
-        return memory
-
-    def _reserve(self) -> NcclMemory | None:
-        """Collective: registered memory, or None on all ranks if one of them has none, which is no error."""
-        memory, reason = None, ""
-        try:
-            check_registration()
-            memory = self.allocate(RESERVED_NBYTES)
-        except Exception as error:  # whatever it is, the other ranks wait for an answer
-            reason = str(error) or type(error).__name__
-        reasons = self.allgather(reason.encode(errors="backslashreplace"), self._timeout)
-        for rank, each in enumerate(reasons):
-            if each:
-                text = "the workspace is not registered with NCCL: rank %d: %s"
-                _log.debug(text, rank, each.decode(errors="replace"))
-                if memory is not None:
-                    memory.free()
-                    self._memories.clear()
-                return None
-        return memory
-
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
@@ -258,8 +212,6 @@ class NcclTransport(DeviceTransport):
         """
         if not self._leave():
             return
-        for memory in self._memories:
-            memory.keep()  # other ranks may read it until they abort, too
         if self.host is not None:
             self.host.abort(reason)
         with contextlib.suppress(Exception):  # NCCL sets its flags before it calls CUDA, which may block
@@ -269,24 +221,15 @@ class NcclTransport(DeviceTransport):
         """Release the communicator. NCCL waits until all CUDA graphs with its transfers are deleted."""
         if not self._leave():
             return
-        for memory in self._memories:
-            try:
-                bounded(self.device, self._timeout, "the end of the registration", memory.deregister)
-            except QcclError:
-                memory.keep()  # NCCL forgets it with the communicator
         try:
             bounded(self.device, self._timeout, "the end of the communicator", self.comm.destroy)
         except QcclError as error:  # NCCL will free it; to abort it as well would free it twice
-            for memory in self._memories:
-                memory.keep()
             warnings.warn(
                 f"NCCL did not end a communicator ({error}); it waits for CUDA graphs that hold its calls: delete "
                 f"them before close()",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self.reserved = None
-        self._memories.clear()
         if self.host is not None:
             self.host.close()
 

@@ -1,12 +1,11 @@
 """NCCL's functions that CuPy's module lacks, called in the library that the module uses.
 
-CuPy 14 has neither NCCL's own text about an error, nor a function for a bare ncclComm_t, nor memory that is registered.
+CuPy 14 has neither NCCL's own text about an error, nor a function for a bare ncclComm_t.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 from qccl.cuda.libraries import bounded, cuda_libraries
 from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError
 
-__all__ = ["UINT8", "BareCommunicator", "call", "check_one_library", "last_error", "library", "set_up", "with_reason"]
+__all__ = ["UINT8", "BareCommunicator", "call", "last_error", "library", "set_up", "with_reason"]
 
 #: ncclUint8, an ncclDataType_t
 UINT8 = 1
@@ -39,7 +38,7 @@ _HINTS = (
 
 
 def library() -> Any:
-    """The NCCL library that CuPy's module needs, also where the process has loaded others.
+    """The NCCL library that CuPy's module needs, also where the process has loaded others (unless with RTLD_GLOBAL).
 
     Raises EngineError if there is none.
     """
@@ -48,36 +47,6 @@ def library() -> Any:
         return ctypes.CDLL(module.__file__)  # its functions are those of the libraries that it was linked with, too
     except OSError as error:
         raise EngineError(f"the NCCL library cannot be found ({error})") from error
-
-
-def check_one_library(found: Any) -> None:
-    """Raise EngineError if CuPy's module may use other functions of NCCL than those of ``found``, its library.
-
-    So it is where a program has loaded another one with RTLD_GLOBAL: its functions come before all others. Versions
-    need not tell them apart.
-    """
-    everywhere = ctypes.CDLL(None)
-    if not hasattr(everywhere, "ncclGetVersion"):
-        return
-    needed, loaded = (_file_of(each.ncclGetVersion) for each in (found, everywhere))
-    if needed != loaded:
-        raise EngineError(f"CuPy needs the NCCL in {needed}, and the process has loaded the one in {loaded} for all")
-
-
-class _Place(ctypes.Structure):
-    """Dl_info of dladdr()."""
-
-    _fields_ = (
-        *(("file", ctypes.c_char_p), ("base", ctypes.c_void_p)),
-        *(("name", ctypes.c_char_p), ("at", ctypes.c_void_p)),
-    )
-
-
-def _file_of(function: Any) -> str:
-    """The file from which a C function was loaded."""
-    place = _Place()
-    ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(place))
-    return os.path.realpath(os.fsdecode(place.file or b""))
 
 
 def call(name: str, *arguments: Any) -> None:

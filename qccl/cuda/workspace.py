@@ -13,12 +13,10 @@ all earlier blocks together are smaller than the last one.
 from __future__ import annotations
 
 import contextlib
-import threading
 from typing import Any
 
 from qccl.cuda.device import Device
 from qccl.errors import EngineError
-from qccl.transports.base import DeviceTransport
 
 __all__ = ["RESERVED_NBYTES", "Workspace"]
 
@@ -30,13 +28,11 @@ _GRANULE = 2 << 20  # GPUs map memory in pages of this size
 class Workspace:
     """Blocks of memory, of which plans use the last one that was there when they were made."""
 
-    def __init__(self, device: Device, transport: DeviceTransport, lock: threading.RLock) -> None:
-        """``lock``: a thread that aborts NCCL waits for it."""
-        self._device, self._transport, self._lock = device, transport, lock
+    def __init__(self, device: Device, size: int) -> None:
+        """``size``: the number of ranks; one alone needs no first block."""
+        self._device = device
         self._blocks: list[tuple[Any, int]] = []
-        if transport.reserved is not None:
-            self._blocks.append((transport.reserved, transport.reserved.nbytes))
-        elif transport.size > 1:
+        if size > 1:
             with contextlib.suppress(EngineError):  # there may be room for the plans, which need less
                 self._grow(RESERVED_NBYTES)
 
@@ -61,9 +57,4 @@ class Workspace:
 
     def _grow(self, nbytes: int) -> None:
         nbytes = -(-nbytes // _GRANULE) * _GRANULE
-        if self._transport.reserved is not None:
-            with self._lock:
-                block = self._transport.allocate(nbytes)
-        else:
-            block = self._device.allocate(nbytes, "the workspace")
-        self._blocks.append((block, nbytes))
+        self._blocks.append((self._device.allocate(nbytes, "the workspace"), nbytes))

@@ -192,21 +192,11 @@ class DeviceTransport(Group):
         stream: for transfers; all ranks put the same transfers on it, in the same order.
         host: a transport between the same ranks for host memory, which one engine may use, or None. It ends with this
             transport.
-        reserved: memory (``ptr``, ``nbytes``) that transfers use directly, allocated with the transport, or None if
-            the transport has no such memory.
     """
 
     device: int
     stream: int
     host: Transport | None
-    reserved: Any = None
-
-    def allocate(self, nbytes: int) -> Any:
-        """More memory such as ``reserved``, only where that is not None. It lives while it is referred to.
-
-        Raises EngineError if the GPU has no room.
-        """
-        raise NotImplementedError
 
     @abstractmethod
     def exchange(self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int) -> list[Call]:

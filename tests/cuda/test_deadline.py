@@ -204,7 +204,6 @@ def test_a_watchdog_that_collects_another_communicator_keeps_its_deadline(world,
             check()
 
         comm.transport.check = check_and_collect
-        world.communicators.clear()  # the fake's own references
         monkeypatch.setattr(fake_nccl.NcclCommunicator, "__del__", wait_for_the_device, raising=False)
         del other, cycle
         world.ends = False

@@ -1,17 +1,13 @@
-"""The workspace that a communicator's plans share on a GPU, its registration with NCCL, and the lack of memory."""
+"""The workspace that a communicator's plans share on a GPU, and the lack of memory."""
 
 from __future__ import annotations
 
-import gc
 import importlib
 import itertools
-import logging
 import sys
-import threading
 from types import SimpleNamespace
 
 import fake_cuda
-import fake_nccl
 import numpy as np
 import pytest
 from cuda_ranks import Captures, alike, on_gpus, ranks, values
@@ -28,8 +24,16 @@ def blocks(comm):
     return {block.ptr: nbytes for block, nbytes in comm._session.engine._workspace._blocks}
 
 
-def calls_of(world, name):
-    return [call[1:] for call in world.calls if call[0] == name]
+def room_for(nbytes, cupy, monkeypatch):
+    """No allocation of the pool may be larger."""
+    alloc = cupy.cuda.alloc
+
+    def little(wanted):
+        if wanted > nbytes:
+            raise fake_cuda.OutOfMemoryError("out of memory")
+        return alloc(wanted)
+
+    monkeypatch.setattr(cupy.cuda, "alloc", little)
 
 
 @pytest.fixture
@@ -37,22 +41,7 @@ def tiny(monkeypatch, cupy):
     """The first block is so small that a plan needs another."""
     module = importlib.import_module("qccl.cuda.workspace")
     monkeypatch.setattr(module, "_GRANULE", 4096)
-    monkeypatch.setattr(importlib.import_module("qccl.cuda.nccl"), "RESERVED_NBYTES", 32_768)
     monkeypatch.setattr(module, "RESERVED_NBYTES", 32_768)
-
-
-@pytest.fixture
-def little_room(world, cupy, monkeypatch):
-    """Neither NCCL nor the pool has room for a first block."""
-    alloc = cupy.cuda.alloc
-
-    def little(nbytes):
-        if nbytes >= 32 << 20:
-            raise fake_cuda.OutOfMemoryError("out of memory")
-        return alloc(nbytes)
-
-    world.nccl_memory = 1000
-    monkeypatch.setattr(cupy.cuda, "alloc", little)
 
 
 # -- one workspace ---------------------------------------------------------------------------------------------------
@@ -67,7 +56,7 @@ def test_plans_on_different_streams_share_it(seed, world, cupy):
 
     def calls(comm, array):
         on_gpu, found, works = comm.backend == "cuda", [], []
-        before = len(calls_of(world, "ncclMemAlloc"))
+        before = blocks(comm) if on_gpu else {}
         streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)] if not comm.rank else [0, 0, 0]
         for turn in range(2):
             for i, (count, codec) in enumerate(zip(counts, codecs, strict=True)):
@@ -80,18 +69,15 @@ def test_plans_on_different_streams_share_it(seed, world, cupy):
         if on_gpu:
             programs = [program for each in comm._session.programs for program in each.programs]
             bases = {program._workspace.ptr for program in programs}
-            assert len(programs) == len(counts) and bases == {comm.transport.reserved.ptr}
-            assert len(calls_of(world, "ncclMemAlloc")) == before
+            assert len(programs) == len(counts) and bases == set(before) == set(blocks(comm))
         return found
 
     alike(2, calls)
 
 
-@pytest.mark.parametrize("version", [22800, 22300])
 @pytest.mark.parametrize("seed", range(3))
-def test_it_grows_under_calls_that_use_it(seed, version, world, cupy, tiny, monkeypatch):
+def test_it_grows_under_calls_that_use_it(seed, world, cupy, tiny):
     """Earlier plans keep their block, also those of graphs; all give the host's bytes after it has grown."""
-    monkeypatch.setattr(cupy.cuda.nccl, "get_version", lambda: version)
     world.random.seed(seed)
     capture = Captures(cupy, 2)
 
@@ -130,20 +116,9 @@ def test_each_block_is_twice_as_large_as_the_one_before(comm, world, cupy, tiny)
     assert len(sizes) > 1 and all(b >= 2 * a for a, b in itertools.pairwise(sizes))
 
 
-@pytest.mark.parametrize("registered", [True, False])
-def test_a_block_is_smaller_where_there_is_no_room_for_twice_the_size(registered, world, cupy, tiny, monkeypatch):
-    room, alloc = 60_000, cupy.cuda.alloc
-
-    def little_room(nbytes):
-        if nbytes > room:
-            raise fake_cuda.OutOfMemoryError("out of memory")
-        return alloc(nbytes)
-
-    if registered:
-        world.nccl_memory = room
-    else:
-        monkeypatch.setattr(cupy.cuda.nccl, "get_version", lambda: 22300)
-        monkeypatch.setattr(cupy.cuda, "alloc", little_room)
+def test_a_block_is_smaller_where_there_is_no_room_for_twice_the_size(world, cupy, tiny, monkeypatch):
+    room = 60_000
+    room_for(room, cupy, monkeypatch)
 
     def run(comm):
         x = fake_cuda.array(values(comm.rank, LARGE), comm.rank)
@@ -164,117 +139,7 @@ def test_one_rank_alone_needs_none(comm, world, cupy):
     x, out = (fake_cuda.array(values(0, SMALL, i)) for i in range(2))
     comm.quantized_allreduce(x, out)
     comm.check()
-    assert blocks(comm) == {} and comm.transport.reserved is None
-    assert not calls_of(world, "ncclMemAlloc")
-
-
-# -- registration ----------------------------------------------------------------------------------------------------
-
-
-def test_memory_is_registered_before_its_use_and_forgotten_before_the_communicator(world, cupy, tiny):
-    def run(comm):
-        comm.quantized_allreduce(fake_cuda.array(values(comm.rank, LARGE), comm.rank), **CALL)
-        comm.check()
-        return list(blocks(comm)), list(comm.transport.comm.registered.values())
-
-    found = ranks(2, run)
-    world.finish(lambda: len(calls_of(world, "ncclMemFree")) == 4)  # on a thread of its own
-    for own, registered in found:
-        assert len(own) == 2 and sorted(registered) == sorted(own)
-        for address in own:
-            kinds = [call[0] for call in world.calls if call[0].startswith("nccl") and call[1] == address]
-            assert kinds == ["ncclMemAlloc", "ncclCommRegister", "ncclCommDeregister", "ncclMemFree"]
-    names = [call[0] for call in world.calls]
-    last = max(i for i, name in enumerate(names) if name == "ncclCommDeregister")
-    assert last < max(i for i, name in enumerate(names) if name == "destroy")  # each destroy() checks its own
-    assert not any(comm.registered for comm in world.communicators.values())
-
-
-@pytest.mark.parametrize("reason", ["version", "other library", "registration", "setting", "room"])
-def test_where_one_rank_cannot_register_none_does(reason, world, cupy, monkeypatch, caplog):
-    """NCCL's transfers are undefined where one rank's memory is registered and another's is not."""
-    nccl = cupy.cuda.nccl
-    if reason == "version":
-        monkeypatch.setattr(nccl, "get_version", lambda: 22300)
-    elif reason == "other library":
-        library = importlib.import_module("qccl.cuda.nccl_library")
-        monkeypatch.setattr(library, "library", lambda: fake_nccl.Library(world, 22900))
-    elif reason == "registration":
-        world.unregistered.add(1)
-    elif reason == "setting":
-        world.without_register.add(1)
-    else:
-        world.nccl_memory = 1000
-    caplog.set_level(logging.DEBUG, "qccl")
-
-    def run(comm):
-        x = fake_cuda.array(values(comm.rank, SMALL), comm.rank)
-        comm.quantized_allreduce(x, **CALL)
-        comm.check()
-        assert comm.transport.reserved is None and list(blocks(comm).values()) == [32 << 20]
-        return x.get().tobytes(), dict(comm.transport.comm.registered)
-
-    expected = qccl.run_ranks(2, lambda comm: comm.quantized_allreduce(values(comm.rank, SMALL), **CALL).tobytes())
-    assert ranks(2, run) == [(each, {}) for each in expected]
-    said = {
-        "version": "2.24 or newer",
-        "other library": "NCCL 22900, too",
-        "registration": "rank 1: ",
-        "setting": "rank 1: NCCL registers no memory here, as NCCL_LOCAL_REGISTER=0",
-        "room": "has no room",
-    }
-    assert all("not registered with NCCL" in each and said[reason] in each for each in caplog.messages)
-    assert len(caplog.messages) == 2
-    assert len(calls_of(world, "ncclMemFree")) == len(calls_of(world, "ncclMemAlloc"))
-
-
-@on_gpus(2)
-def test_later_memory_that_cannot_be_registered_is_an_error(comm, world, cupy, tiny):
-    """It is given back at once, also while the program keeps the error."""
-    comm.quantized_allreduce(fake_cuda.array(values(comm.rank, 100), comm.rank), **CALL)
-    comm.check()
-    comm.barrier()
-    world.unregistered.update((0, 1))
-    with pytest.raises(qccl.EngineError, match="NCCL_ERROR_3") as caught:
-        comm.quantized_allreduce(fake_cuda.array(values(comm.rank, LARGE), comm.rank), **CALL)
-    comm.barrier()
-    assert caught.value and len(calls_of(world, "ncclMemFree")) == len(calls_of(world, "ncclMemAlloc")) - 2
-    comm.barrier()
-    comm.abort()
-
-
-def test_memory_of_an_aborted_communicator_is_never_freed(world, cupy):
-    """Another rank may read it until it aborts, too."""
-
-    def run(comm):
-        comm.quantized_allreduce(fake_cuda.array(values(comm.rank, SMALL), comm.rank), **CALL)
-        comm.check()
-        comm.barrier()
-        address = comm.transport.reserved.ptr
-        comm.abort("on purpose")
-        return address
-
-    addresses = ranks(2, run)
-    gc.collect()
-    assert all(address in world.memory for address in addresses)
-    assert not calls_of(world, "ncclMemFree") and not calls_of(world, "ncclCommDeregister")  # nor does it try
-
-
-def test_a_communicator_that_is_dropped_gives_it_back(world, cupy):
-    def run(rank):
-        comm = qccl.Communicator(unique_id, rank, 2, device=rank, timeout=60.0)
-        comm.quantized_allreduce(fake_cuda.array(values(rank, SMALL), rank), **CALL)
-        comm.check()
-
-    unique_id = qccl.get_unique_id()
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    world.finish(lambda: gc.collect() is not None and len(calls_of(world, "ncclMemFree")) == 2)
-    kinds = [call[0] for call in world.calls if call[0] in ("ncclCommDeregister", "ncclMemFree")]
-    assert kinds.count("ncclCommDeregister") == 2 and kinds[0] == "ncclCommDeregister"
+    assert blocks(comm) == {}
 
 
 # -- no room ---------------------------------------------------------------------------------------------------------
@@ -282,24 +147,22 @@ def test_a_communicator_that_is_dropped_gives_it_back(world, cupy):
 
 def test_the_error_says_what_was_asked_for_and_who_holds_the_memory(world, cupy, tiny, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    freed, device = [], libraries.cuda_libraries().runtime.getDevice
-    give_back = {"free_all_blocks": lambda: freed.append(device())}
-    pool = SimpleNamespace(total_bytes=lambda: 300, used_bytes=lambda: 200, **give_back)
+    pool = SimpleNamespace(total_bytes=lambda: 300, used_bytes=lambda: 200)
 
     def run(comm):
         comm.barrier()
         monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: pool)
-        world.nccl_memory, world.free_memory = 1000, 4000
+        world.free_memory = 4000
         with pytest.raises(qccl.EngineError) as caught:
             comm.quantized_allreduce(fake_cuda.array(values(comm.rank, LARGE), comm.rank), **CALL)
         comm.abort()
         return str(caught.value)
 
+    room_for(1 << 16, cupy, monkeypatch)
     for rank, text in enumerate(ranks(2, run)):
         assert f"GPU {rank} has no room for the workspace: " in text and " bytes were asked for" in text
         assert "4000 of its 4000 are free" in text and "pool holds 300, of which 200 are used" in text
         assert "chunk=" in text and "torch" not in text
-    assert sorted(freed) == [0, 1]  # the free blocks of each rank's pool were given back first
 
 
 def without_room(on_gpu, name="quantized_allreduce"):
@@ -329,13 +192,13 @@ def test_no_rank_waits_for_one_that_has_no_room_for_a_call(name, world, cupy, ti
     """All raise its reason. Where there is room later, they make the call."""
 
     def call(comm, x, out):
-        transport, calls = comm.transport, comm.calls
-        allocate = transport.allocate
+        device, calls = comm._session.engine.device, comm.calls
+        allocate = device.allocate
         if comm.rank == 1:
-            transport.allocate = no_room
+            device.allocate = no_room
         with pytest.raises(qccl.EngineError) as caught:
             getattr(comm, name)(x, out, codec="minmax8")
-        transport.allocate = allocate
+        device.allocate = allocate
         assert comm.calls == calls and (out.get() == 0).all()
         getattr(comm, name)(x, out, codec="minmax8")
         comm.check()
@@ -384,8 +247,13 @@ def test_the_error_names_what_frees_the_cache_of_torch(beside_torch, cupy, monke
     assert "1234 bytes were asked for" in text and ("torch.cuda.empty_cache()" in text) == beside_torch
 
 
+@pytest.fixture
+def little_room(cupy, monkeypatch):
+    room_for((32 << 20) - 1, cupy, monkeypatch)
+
+
 @on_gpus(2)
-def test_without_room_for_the_first_block_a_plan_takes_what_it_needs(comm, world, little_room):
+def test_without_room_for_the_first_block_a_plan_takes_what_it_needs(comm, little_room):
     before = sum(blocks(comm).values())
     x = fake_cuda.array(np.ones(SMALL, np.float32), comm.rank)
     comm.quantized_allreduce(x, **CALL)

@@ -56,7 +56,7 @@ SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
     "overlap": (_of("calls", "overlap"), 40),  # chunks against one chunk over a slow link
     "bandwidth": (_of("bandwidth", "measure"), 80),  # the kernels' rates compared with a copy
     "staged": (_of("staged", "all_checks"), 50),  # transfers through pinned memory and a host transport
-    "ranks": (_of("ranks", "check_all"), 120),  # 2 to 4 NCCL ranks, with and without registered memory
+    "ranks": (_of("ranks", "check_all"), 120),  # 2 to 4 NCCL ranks
     "faults": (_of("ranks", "check_faults"), 50),  # a rank that stays away
     "torch": (_of("frameworks", "torch_checks"), 50),  # tensors, streams and graphs of PyTorch, and its NCCL
     "jax": (_of("frameworks", "jax_checks"), 50),  # arrays of JAX

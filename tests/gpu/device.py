@@ -98,8 +98,6 @@ class Kernels:
 class _Alone:
     """What a transport of one GPU has nothing to do for (DeviceTransport)."""
 
-    reserved = None
-
     def __init__(self) -> None:
         gpu = cuda_libraries()
         self.device, self._runtime = gpu.runtime.getDevice(), gpu.runtime

@@ -1,4 +1,4 @@
-"""NCCL ranks, one process each: right bytes on every rank, graphs, faults, and what registered memory gains.
+"""NCCL ranks, one process each: right bytes on every rank, graphs, faults and rates.
 
 Each rank has a GPU of its own where there are enough. Otherwise they share one, over sockets.
 
@@ -76,14 +76,13 @@ def _digest(x: np.ndarray) -> str:
 
 
 def check_all() -> dict[str, Any]:
-    """2 to 4 ranks; then 2 for which NCCL registers no memory, to compare the rates."""
-    sizes = {f"{size} ranks": partial(check, size) for size in (2, 3, 4)}
-    return each_of({**sizes, "2 ranks, unregistered": partial(check, 2, NCCL_LOCAL_REGISTER="0")})
+    """2 to 4 ranks."""
+    return each_of({f"{size} ranks": partial(check, size) for size in (2, 3, 4)})
 
 
-def check(size: int, **variables: str) -> dict[str, Any]:
-    """Start ``size`` ranks with further environment variables, and compare their reports."""
-    reports, status = _start(size, "calls", **variables)
+def check(size: int) -> dict[str, Any]:
+    """Start ``size`` ranks, and compare their reports."""
+    reports, status = _start(size, "calls")
     assert not any(status), f"exit statuses {status}: {reports}"
     expected = _digests_on_host(size)
     for rank, report in enumerate(reports):
@@ -91,7 +90,7 @@ def check(size: int, **variables: str) -> dict[str, Any]:
             assert mine == wanted, f"rank {rank} of {size}: {CALLS[number]} differs from the host's bytes"
         assert report["graph"] == expected[0], f"rank {rank} of {size}: the replay of a graph differs"
         assert report["split"] == [size - 1 - rank, size], f"rank {rank} of {size}: split gave {report['split']}"
-    return {key: [r[key] for r in reports] for key in ("gpu", "registered", "gb_per_s", "dispatch_us", "replay_us")}
+    return {key: [r[key] for r in reports] for key in ("gpu", "gb_per_s", "dispatch_us", "replay_us")}
 
 
 def check_faults() -> dict[str, Any]:
@@ -107,7 +106,7 @@ def check_faults() -> dict[str, Any]:
     return {"seconds": seconds, **reports[0]}
 
 
-def _start(size: int, what: str, **more: str) -> tuple[list[dict[str, Any]], list[int]]:
+def _start(size: int, what: str) -> tuple[list[dict[str, Any]], list[int]]:
     """All ranks' reports and exit statuses."""
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
@@ -118,7 +117,7 @@ def _start(size: int, what: str, **more: str) -> tuple[list[dict[str, Any]], lis
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "QCCL_PORT": port}
         if is_shared:
             place |= ALONE | {"NCCL_HOSTID": f"rank{rank}"}
-        environment = os.environ | place | {k: str(v) for k, v in variables.items()} | more
+        environment = os.environ | place | {k: str(v) for k, v in variables.items()}
         command = [sys.executable, str(Path(__file__)), what]
         processes.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -199,7 +198,7 @@ def _dispatch(comm: qccl.Communicator, stream: Any, captured: Any, host_seconds:
 
 
 def _rate(comm: qccl.Communicator, stream: Any) -> dict[str, Any]:
-    """Bytes of values per second of an all-reduce, and whether the workspace is registered memory."""
+    """Bytes of values per second of an all-reduce."""
     x = DeviceArray(np.zeros(RATE_NBYTES // 4, np.float32))
     plan = comm.plan("allreduce", RATE_NBYTES // 4, "float32", codec="minmax8").bind(x)
     plan.start(stream=stream).wait()
@@ -210,7 +209,7 @@ def _rate(comm: qccl.Communicator, stream: Any) -> dict[str, Any]:
         plan.start(stream=stream).wait()
     comm.check(stream.ptr)
     rate = _REPEATS * RATE_NBYTES / (time.monotonic() - begin)
-    return {"gb_per_s": rate / 1e9, "registered": comm.transport.reserved is not None}
+    return {"gb_per_s": rate / 1e9}
 
 
 def _faults() -> dict[str, Any]:

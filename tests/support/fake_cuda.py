@@ -35,7 +35,7 @@ from fake_device import (
     World,
     array,
 )
-from fake_nccl import Library, NcclCommunicator, NcclError, group_end, group_start
+from fake_nccl import NcclCommunicator, NcclError, group_end, group_start
 
 __all__ = [
     "DEVICES", "Array", "CUDADriverError", "CUDARuntimeError", "CompileException", "Event", "NcclCommunicator",
@@ -332,12 +332,9 @@ def _bindings(world: World) -> ModuleType:
     )
 
 
-def _load_nccl(world: World) -> None:
-    """What qccl calls in NCCL's library by itself is called in the fake one."""
-    module = importlib.import_module("qccl.cuda.nccl_library")
-    nccl = sys.modules["cupy.cuda.nccl"]
-    module.library = lambda: Library(world, nccl.get_version())
-    module.check_one_library = lambda found: None
+def _without_nccl_library() -> None:
+    """NCCL's library has none of the functions that qccl calls by itself."""
+    importlib.import_module("qccl.cuda.nccl_library").library = SimpleNamespace
 
 
 def _run_while_flags_are_read(world: World) -> None:
@@ -373,15 +370,15 @@ def installed(world: World, kernels: Any) -> Any:
 
     made = modules(world, kernels)
     registries = len(lifetime._registries)
-    parts = ("device", "engine", "flags", "kernels", "memory", "nccl", "nccl_id", "nccl_library", "nccl_memory")
-    parts += ("program", "rig", "run", "staging", "state", "watchdog", "workspace")
+    parts = ("device", "engine", "flags", "kernels", "memory", "nccl", "nccl_id", "nccl_library", "program")
+    parts += ("rig", "run", "staging", "state", "watchdog", "workspace")
     ours = tuple(f"qccl.cuda.{part}" for part in parts)
     saved = {name: sys.modules.pop(name, None) for name in (*made, *ours)}
     sys.modules.update(made)
     libraries.cuda_libraries.cache_clear()
     folder = os.environ.get("QCCL_CACHE_DIR")
     _run_while_flags_are_read(world)
-    _load_nccl(world)
+    _without_nccl_library()
     os.environ["QCCL_CACHE_DIR"] = ""  # what the fake compiles is of no use to others
     try:
         yield made["cupy"]

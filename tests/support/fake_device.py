@@ -67,10 +67,6 @@ class World:
         self.stream_devices: dict[int, int] = {}
         self.priorities: dict[int, int] = {}
         self.meetings: dict[bytes, Any] = {}  # unique id -> fake_nccl.Meeting
-        self.communicators: dict[int, Any] = {}  # ncclComm_t -> fake_nccl.NcclCommunicator
-        self.nccl_memory = 1 << 30  # bytes of the largest allocation by NCCL for which there is room
-        self.unregistered: set[int] = set()  # devices whose memory NCCL does not register
-        self.without_register: set[int] = set()  # the same, but NCCL calls it a success
         self.reused = 0  # allocations that got memory which had been given back
         self.error = 0  # what eventQuery returns
         self.frozen = False  # nothing runs

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from typing import Any
 
 import numpy as np
-from fake_device import Block, World
+from fake_device import World
 
 BARRIER_SECONDS = 60.0
 
@@ -52,8 +52,6 @@ class NcclCommunicator:
         self._split = itertools.count()
         self.asynchronous_error = 0
         self.comm = next(world.numbers)
-        self.registered: dict[int, int] = {}  # handle -> address
-        world.communicators[self.comm] = self
 
     def rank_id(self) -> int:
         return self._rank
@@ -146,59 +144,8 @@ class NcclCommunicator:
         self.comm = 0
 
     def destroy(self) -> None:
-        assert not self.registered, "memory is still registered with the communicator"
         self._world.calls.append(("destroy", self._rank))
         self.comm = 0
-
-
-class Library:
-    """The functions of libnccl.so.2 that qccl calls by ctypes. A status that is not 0 is an error."""
-
-    def __init__(self, world: World, version: int) -> None:
-        self._world, self._version = world, version
-
-    def ncclGetVersion(self, found: Any) -> int:
-        found._obj.value = self._version
-        return 0
-
-    def ncclMemAlloc(self, pointer: Any, nbytes: ctypes.c_size_t) -> int:
-        world = self._world
-        world.forbid_in_capture()
-        if world.nccl_memory < nbytes.value:
-            return 1
-        block = Block(nbytes.value)
-        ctypes.memset(block.ptr, 0xA5, block.nbytes)
-        pointer._obj.value = block.ptr
-        world.memory[block.ptr], world.devices[block.ptr] = block, world.local.__dict__.get("device", 0)
-        world.calls.append(("ncclMemAlloc", block.ptr, block.nbytes))
-        return 0
-
-    def ncclMemFree(self, pointer: ctypes.c_void_p) -> int:
-        address = pointer.value or 0
-        holders = [comm for comm in self._world.communicators.values() if address in comm.registered.values()]
-        self._world.calls.append(("ncclMemFree", address))
-        block = self._world.memory.pop(address)
-        ctypes.memset(address, 0x5A, block.nbytes)  # what still uses it gets wrong bytes
-        return 5 if holders else 0
-
-    def ncclCommRegister(self, comm: ctypes.c_void_p, pointer: Any, nbytes: Any, handle: Any) -> int:
-        world, address = self._world, pointer.value or 0
-        assert world.memory[address].nbytes >= nbytes.value
-        if world.devices[address] in world.unregistered:
-            return 3
-        world.calls.append(("ncclCommRegister", address))
-        if world.devices[address] in world.without_register:  # NCCL_LOCAL_REGISTER=0
-            handle._obj.value = None
-            return 0
-        handle._obj.value = next(world.numbers)
-        world.communicators[comm.value or 0].registered[handle._obj.value] = address
-        return 0
-
-    def ncclCommDeregister(self, comm: ctypes.c_void_p, handle: ctypes.c_void_p) -> int:
-        found = self._world.communicators.get(comm.value or 0)
-        address = found.registered.pop(handle.value or 0) if found else None
-        self._world.calls.append(("ncclCommDeregister", address))
-        return 0 if found else 4
 
 
 def group_start(world: World) -> None:
