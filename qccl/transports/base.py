@@ -17,13 +17,7 @@ from qccl.errors import EngineError
 if TYPE_CHECKING:
     from qccl._host import Wire
 
-__all__ = ["Call", "DeviceTransfer", "DeviceTransport", "Group", "Transport", "numbered", "split_groups"]
-
-
-def numbered(names: Sequence[Hashable]) -> tuple[int, ...]:
-    """A number for each name, from 0 on in the order of first appearance; equal names get equal numbers."""
-    numbers: dict[Hashable, int] = {}
-    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
+__all__ = ["Call", "DeviceTransfer", "DeviceTransport", "Group", "Transport", "split_groups"]
 
 
 class Group(ABC):

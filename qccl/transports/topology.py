@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from qccl.machine_name import machine_name
-from qccl.transports.base import numbered
 
 __all__ = ["Topology", "find_topology", "machine", "memory_id", "network_id"]
 
@@ -36,7 +35,9 @@ def find_topology(rank: int, found: Sequence[str]) -> Topology:
     """The topology of ranks with these machines, of machine()."""
     hosts = [each[: len(each) // 2] for each in found]
     local_rank, local_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
-    return Topology(local_rank, local_size, numbered(found), len(set(found)) == 1)
+    numbers: dict[str, int] = {}  # in the order of first appearance
+    nodes = tuple(numbers.setdefault(each, len(numbers)) for each in found)
+    return Topology(local_rank, local_size, nodes, len(numbers) == 1)
 
 
 def network_id() -> str:
