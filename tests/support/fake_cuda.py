@@ -89,6 +89,8 @@ def _pointer_attributes(world: World, count: int, wanted: list[int], address: in
 
 
 _RELAXED = 2
+#: the handle of device 0's primary context; those of the others follow
+_CONTEXTS = 0xC0
 
 
 class _Result(IntEnum):
@@ -183,16 +185,11 @@ def _runtime(world: World) -> ModuleType:
         world.forbid_in_capture()
         ctypes.memmove(target, source, nbytes)
 
-    def set_device(device: int) -> None:
-        if not 0 <= device < DEVICES:
-            raise CUDARuntimeError(101)
-        world.local.device = device
-
     return _module(
         "cupy.cuda.runtime",
         CUDARuntimeError=CUDARuntimeError,
-        getDevice=lambda: world.local.__dict__.get("device", 0),
-        setDevice=set_device,
+        getDevice=world.current_device,
+        setDevice=world.set_device,
         getDeviceCount=lambda: DEVICES,
         memGetInfo=lambda: (world.free_memory, world.free_memory),
         eventElapsedTime=world.elapsed,
@@ -201,7 +198,7 @@ def _runtime(world: World) -> ModuleType:
         memcpy=copy_now,
         memset=ctypes.memset,
         streamSynchronize=lambda stream: Stream(world, ptr=stream).synchronize(),
-        deviceSynchronize=lambda: world.finish(lambda: world.is_idle(world.local.__dict__.get("device", 0))),
+        deviceSynchronize=lambda: world.finish(lambda: world.is_idle(world.device())),
         getDeviceProperties=lambda device: {"name": b"Fake 100", "major": 9, "minor": 0},
         deviceGetPCIBusId=lambda device: f"0000:{device:02d}:00.0",
         driverGetVersion=lambda: 13000,
@@ -303,6 +300,15 @@ def _bindings(world: World) -> ModuleType:
                 return (900,)  # cudaErrorStreamCaptureUnsupported
             return (0 if is_done() else world.error or NOT_READY,)
 
+    def retain_context(device: int) -> tuple[_Result, int]:
+        world.contexts.add(device)
+        return _Result.CUDA_SUCCESS, _CONTEXTS + device
+
+    def push_context(context: int) -> tuple[_Result]:
+        assert context - _CONTEXTS in world.contexts
+        world.pushed().append(context - _CONTEXTS)
+        return (_Result.CUDA_SUCCESS,)
+
     def exchange_mode(mode: int) -> tuple[_Result, int]:
         before = world.local.__dict__.get("is_relaxed", False)
         world.local.is_relaxed = mode == _RELAXED
@@ -322,6 +328,10 @@ def _bindings(world: World) -> ModuleType:
         CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=_RELAXED),
         CUstreamWaitValue_flags=SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0),
         CUstreamWriteValue_flags=SimpleNamespace(CU_STREAM_WRITE_VALUE_DEFAULT=0),
+        cuDevicePrimaryCtxGetState=lambda device: (_Result.CUDA_SUCCESS, 0, int(device in world.contexts)),
+        cuDevicePrimaryCtxRetain=retain_context,
+        cuCtxPushCurrent=push_context,
+        cuCtxPopCurrent=lambda: (_Result.CUDA_SUCCESS, _CONTEXTS + world.pushed().pop()),
         cuEventRecord=lambda event, stream: (_status(lambda: world.record(event, stream)),),
         cuEventQuery=lambda event: query(lambda: world.is_done(event)),
         cuStreamQuery=lambda stream: query(lambda: world.is_empty(stream)),
@@ -388,6 +398,7 @@ def installed(world: World, kernels: Any) -> Any:
             os.environ["QCCL_CACHE_DIR"] = folder
         for engine in list(getattr(sys.modules.get("qccl.cuda.engine"), "_live", ())):
             engine.close(0.1)
+        world.ended.set()
         remaining_threads(world, 5)
         for registry in lifetime._registries[registries:]:  # each holds its module, and so the world
             lifetime._stages.pop(registry.end, None)

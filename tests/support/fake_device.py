@@ -51,6 +51,7 @@ class World:
         self.lock = threading.RLock()
         self.random = random.Random(seed)
         self.local = threading.local()
+        self.contexts: set[int] = set()  # devices with a primary context: on an H100 each takes 534 MiB
         self.numbers = itertools.count(0x1000, 16)
         self.pending: list[Node] = []
         self.tail: dict[int, Node | None] = {-1 - device: None for device in range(DEVICES)}
@@ -67,6 +68,8 @@ class World:
         self.stream_devices: dict[int, int] = {}
         self.priorities: dict[int, int] = {}
         self.meetings: dict[bytes, Any] = {}  # unique id -> fake_nccl.Meeting
+        self.destroy_waits = False  # ncclCommDestroy waits for the other ranks, as it may
+        self.ended = threading.Event()  # nothing waits any more
         self.reused = 0  # allocations that got memory which had been given back
         self.error = 0  # what eventQuery returns
         self.frozen = False  # nothing runs
@@ -82,11 +85,34 @@ class World:
         self.no_stream_memory = False  # the driver cannot let a stream write words
         self.threads_before = set(threading.enumerate())  # of other tests
 
+    # -- devices ---------------------------------------------------------------------------------------------------
+
+    def pushed(self) -> list[int]:
+        """The devices whose contexts the thread has pushed by the driver; the last one is the current one."""
+        return self.local.__dict__.setdefault("pushed", [])
+
+    def current_device(self) -> int:
+        return (self.pushed() or [self.local.__dict__.get("device", 0)])[-1]
+
+    def device(self) -> int:
+        """The thread's device, for what needs the device's primary context."""
+        self.contexts.add(self.current_device())
+        return self.current_device()
+
+    def set_device(self, device: int) -> None:
+        if not 0 <= device < DEVICES:
+            raise CUDARuntimeError(101)
+        if self.pushed():
+            self.pushed()[-1] = device
+        else:
+            self.local.device = device
+        self.contexts.add(device)  # since CUDA 12
+
     # -- streams ---------------------------------------------------------------------------------------------------
 
     def stream(self, number: int) -> int:
         """The stream of a number: each device has its own legacy default stream."""
-        return -1 - self.local.__dict__.get("device", 0) if number in (0, 1) else number
+        return -1 - self.device() if number in (0, 1) else number
 
     def put(self, stream: int, what: str, run: Any = None) -> Node:
         stream = self.stream(stream)
@@ -98,7 +124,7 @@ class World:
             before = self.tail[stream] if capture is None else capture.tail[stream]
             node = Node(what, {before} if before else set(), run)
             node.stream = stream
-            node.device = self.local.__dict__.get("device", 0)
+            node.device = self.current_device()
             if self.is_serial:
                 node.after |= {self.last[node.device]} if node.device in self.last else set()
                 self.last[node.device] = node
@@ -246,7 +272,7 @@ class Stream:
         if ptr is None:
             world.tail[self.ptr] = None
             world.priorities[self.ptr] = priority or 0
-            world.stream_devices[self.ptr] = world.local.__dict__.get("device", 0)
+            world.stream_devices[self.ptr] = world.device()
 
     def __enter__(self) -> Stream:
         self._world.local.__dict__.setdefault("streams", []).append(self)
@@ -282,7 +308,7 @@ class Stream:
 class Event:
     def __init__(self, world: World, disable_timing: bool = False) -> None:
         self._world, self.ptr = world, next(world.numbers)
-        world.event_devices[self.ptr] = world.local.__dict__.get("device", 0)
+        world.event_devices[self.ptr] = world.device()
 
     def record(self, stream: Stream) -> None:
         self._world.record(self.ptr, stream.ptr)
@@ -301,7 +327,7 @@ class DriverMemory:
 
     def __init__(self, world: World, nbytes: int) -> None:
         world.forbid_in_capture()
-        device = world.local.__dict__.get("device", 0)
+        device = world.device()
         if nbytes > world.free_memory or device in world.full:
             raise CUDARuntimeError(2)  # cudaErrorMemoryAllocation
         self._world, self._block = world, Block(nbytes)
@@ -333,7 +359,7 @@ class Pointer:
         ctypes.memset(self._block.ptr, 0xA5, self._block.nbytes)
         self.ptr = self._block.ptr
         world.memory[self.ptr] = self._block
-        world.devices[self.ptr] = world.local.__dict__.get("device", 0)
+        world.devices[self.ptr] = world.device()
 
     def __del__(self) -> None:
         self._arena.append(self._block)
@@ -349,7 +375,7 @@ class Array:
     ) -> None:  # fmt: skip
         from dlpack import Producer
 
-        device = self.world.local.__dict__.get("device", 0) if device is None else device
+        device = self.world.device() if device is None else device
         count = int(np.prod(shape))
         nbytes = count * np.dtype(dtype).itemsize
         self._memory = memptr or Pointer(self.world, nbytes)

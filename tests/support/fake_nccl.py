@@ -37,6 +37,7 @@ class Meeting:
         self.splits: defaultdict[int, dict[int, Any]] = defaultdict(dict)
         self.children: dict[Any, Meeting] = {}
         self.aborted: set[int] = set()
+        self.left: set[int] = set()  # ranks that have aborted or destroyed it
 
 
 class NcclCommunicator:
@@ -141,10 +142,15 @@ class NcclCommunicator:
     def abort(self) -> None:
         self._world.calls.append(("abort", self._rank))
         self._meeting.aborted.add(self._rank)
+        self._meeting.left.add(self._rank)
         self.comm = 0
 
     def destroy(self) -> None:
         self._world.calls.append(("destroy", self._rank))
+        self._meeting.left.add(self._rank)
+        while self._world.destroy_waits and len(self._meeting.left) < self._meeting.size:
+            if self._world.ended.wait(0.005):
+                break
         self.comm = 0
 
 
