@@ -244,7 +244,7 @@ def test_kernels_for_many_buffers_compile_without_spills(library: Nvrtc) -> None
 
 
 def test_arithmetic_is_exact(library: Nvrtc) -> None:
-    """Nothing is fused, approximate or flushed, and values move in steps of 16 bytes."""
+    """Nothing is fused, approximate or flushed."""
     codec = MinMax(7)  # with 8 bits a decoder asks for fused operations, see value_of_byte()
     kernels = [*encode(codec, FLOAT32), *decode(codec, FLOAT32, False), *reduce(codec, BFLOAT16, "sum")]
     program = Kernels(library, kernels, "compute_90")
@@ -253,7 +253,25 @@ def test_arithmetic_is_exact(library: Nvrtc) -> None:
     for inexact in (".ftz", ".approx", "fma.rn.f32", "div.full"):
         assert inexact not in ptx
     assert "div.rn.f32" in ptx
-    assert ptx.count("ld.global.v4.u32") >= 16 and ptx.count("st.global.v4.u32") >= 12
+
+
+@pytest.mark.parametrize(
+    ("kernels", "loads", "stores"),
+    [
+        (encode(MinMax(8), FLOAT32), 8, 0),
+        (decode(MinMax(4), FLOAT32, False), 0, 8),
+        (reduce(MinMax(7), BFLOAT16, "sum"), 4, 4),
+        (decode(Trellis(4), FLOAT32, False), 0, 8),
+        (reduce_with_state(codecs.get("onebit"), BFLOAT16), 12, 12),  # 4 of values in and out, and 8 of residuals
+    ],
+    ids=lambda each: each[0].split("<")[0].split("::")[1] if isinstance(each, tuple) else str(each),
+)
+def test_values_move_in_steps_of_16_bytes(kernels: tuple[str, ...], loads: int, stores: int, library: Nvrtc) -> None:
+    """Loads and stores of single elements would bound the kernel."""
+    program = Kernels(library, kernels, "compute_90")
+    assert not program.failed, program.log[:3000]
+    ptx = program.ptx()
+    assert ptx.count("ld.global.v4.u32") >= loads and ptx.count("st.global.v4.u32") >= stores
 
 
 def test_a_build_that_flushes_subnormals_is_refused(library: Nvrtc) -> None:
