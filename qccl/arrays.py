@@ -33,7 +33,7 @@ _ShapeAndStrides = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Form(NamedTuple):
-    """What follows from an array's element type, shape and strides, and is the same in every call."""
+    """The facts that follow from an array's element type, shape and strides, the same in every call."""
 
     dtype: DType
     elements: int

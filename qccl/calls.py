@@ -58,7 +58,7 @@ class _Checks(NamedTuple):
     outputs: tuple[Values, ...]
 
 
-#: what is the same in every call with equal arguments; no checks, if the call is not asynchronous either
+#: the parts of a call that equal arguments make equal; no checks, if the call is not asynchronous either
 _Prepared = tuple[Compiled, Bound, Request, _Checks | None]
 
 
@@ -344,7 +344,7 @@ class Collectives:
 
     @guarded
     def _check_of(self, checks: _Checks) -> Callable[[], None]:
-        """What raises ArgumentError if the result is not finite, to be called after the call."""
+        """A check to run after the call, which raises ArgumentError if the result is not finite."""
         # "" while other calls are under way, which may be writing the input, and on CUDA, where the host would wait
         own = text_about_inputs(self._memory, checks.inputs, self.rank) if self._session.engine.is_idle else ""
         return partial(refuse_nonfinite, self._memory, checks.outputs, own)

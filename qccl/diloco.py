@@ -475,7 +475,7 @@ class DiLoCo:
         return parameters.restored(delivered, params)
 
     def _identity(self) -> bytes:
-        """What must be the same on all ranks."""
+        """The settings that must be the same on all ranks."""
         rule = self._outer_lr, self._momentum, self._nesterov, self._owner.name, self._algorithm
         schedule = self._turns.period, self._turns.delay, self._mixing, self._weighted
         arrays = self._names, self._forms, self.fragments

@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class Stage(IntEnum):
-    """What happens at the end of the process, in this order."""
+    """The steps at the end of the process, in this order."""
 
     #: compiled programs finish their calls, for which engines must still run
     CALLS = 0
@@ -119,13 +119,13 @@ class Registry(Generic[_T]):
         self._own.discard(each)
 
     def end(self) -> None:
-        """What is due at the end of the process."""
+        """Run the functions that are due at the end of the process."""
         for function in self._at_exit:
             for each in self:
                 function(each)
 
     def forked(self) -> None:
-        """What is due in a child of os.fork()."""
+        """Run the functions that are due in a child of os.fork()."""
         self._inherited |= self._own
         self._own.clear()
         for each in list(self._inherited):

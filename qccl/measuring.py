@@ -51,10 +51,10 @@ _SIZES = tuple(1 << bits for bits in range(8, 23, 2))
 _LONG, _LATER = 0.06, 4
 #: seconds in which the calls of one size are repeated, how often at most, and the fewest repetitions that count
 _SLICE, _ROUNDS, _FEWEST = 0.04, 25, 3
-#: so many calls follow each other in a repetition, after one that is not timed, if those of a size take fewer seconds
-#: together: a program's calls follow each other, too, and a limit of the rate may let a single one pass
+#: short calls are timed in bursts of 4, after a call that is not timed, if 4 take less than 10 ms: a program's calls
+#: follow each other, too, and a link whose rate is limited may let a single call pass
 _BURST, _SHORT = 4, 0.01
-#: of a call's times that with so large a part of them below it counts: disturbances only lengthen calls
+#: the lower quartile of a call's times counts: disturbances only lengthen calls
 _LOW = 4
 #: agreements before the first time
 _WARM = 2
@@ -118,7 +118,7 @@ class _CannotCall(Exception):
 
 @contextlib.contextmanager
 def _agreed(session: Session) -> Iterator[None]:
-    """What is refused inside is refused on all ranks: raise _CannotCall, unless the group has failed.
+    """Raise _CannotCall for a call that all ranks refuse, unless the group has failed.
 
     An error elsewhere is that of one rank alone. It must leave the call and so end the group, or the other ranks would
     go on with measured calls, and this one with the program's.
@@ -299,7 +299,7 @@ class _Measurement:
         return self._elapsed + times * needed < part * self._limit
 
     def _curve(self, label: Label) -> Curve:
-        """What was measured, smoothed."""
+        """The measured times, smoothed."""
         points = sorted((count, sorted(each)[len(each) // _LOW]) for count, each in self._samples[label].items())
         return Curve(_rising(points), self._density[label])
 

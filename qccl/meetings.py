@@ -192,7 +192,7 @@ def of_torch(group: Any = None) -> Meeting:
     return replace(meeting, group=group or c10d._get_default_group(), store=None)
 
 
-#: what a store answers for a key that it has not
+#: a store's answer for a missing key
 _NO_VALUE = "no such key"
 
 

@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 
 #: the environment variable that names the port of a machine's first rank, or "host:port"
 VARIABLE = "QCCL_METRICS"
-#: who may connect where the variable is a port alone: this machine
+#: the address to listen at where the variable is a port alone: only this machine can connect
 _HOST = "127.0.0.1"
 #: counters: name, field of CallStats, meaning
 COUNTERS = (

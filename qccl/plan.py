@@ -24,7 +24,7 @@ from qccl.work import Work
 
 __all__ = ["Plan"]
 
-#: of start() without arguments
+#: the request of start() without arguments
 _SOON = Request(Progress.SOON)
 
 
@@ -206,7 +206,7 @@ class Plan:
         return self.bind(x, out).run(lr=lr)
 
     def _ready(self) -> _Arrays:
-        """What the next run uses."""
+        """The arrays and the Work of the next run."""
         session, bound, work = self._session, self._bound, self._work
         if session.closed or session.calling or session.failure is not None or session.engine.failure is not None:
             self._check_usable()

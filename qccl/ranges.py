@@ -24,7 +24,7 @@ Ranges = Callable[[str], AbstractContextManager[Any]]
 
 
 def ranges() -> Ranges | None:
-    """What makes ranges; None: QCCL_RANGES is not set. Raises ArgumentError for a wrong value or a missing package."""
+    """Make ranges, if QCCL_RANGES is set. Raises ArgumentError for a wrong value or a missing package."""
     wanted = os.environ.get(VARIABLE, "")
     if not wanted:
         return None

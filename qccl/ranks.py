@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 #: time beyond the timeout in which a rank may notice that another one has failed
 _GRACE_SECONDS = 5.0
-#: of the groups, for records
+#: numbers the groups, for records
 _numbers = itertools.count()
 
 

@@ -1,4 +1,4 @@
-"""What a rank's last calls were, as a record that ``qccl-bench explain`` reads (docs/howto/hangs.md).
+"""The last calls of a rank, as a record that ``qccl-bench explain`` reads (docs/howto/hangs.md).
 
 ``Communicator.record()`` makes one. With QCCL_RECORDS set to a folder every rank writes its record there when a call
 fails, and when the process gets the signal SIGUSR1.
@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 #: the environment variable that names the folder
 FOLDER = "QCCL_RECORDS"
-#: of the files; they change with it
+#: version of the files' format
 FORMAT = 2
 #: no record of 1,024 calls is longer
 _MOST_BYTES = 256 << 20

@@ -28,7 +28,7 @@ __all__ = ["load_state", "save_state"]
 _STRUCTURE = "state"
 #: 1 TiB, of a file: more than the memory of a machine, which a state has to fit in several times
 _MOST_NBYTES = 1 << 40
-#: what a file that was damaged or made up can make NumPy, zipfile and json raise
+#: the errors that NumPy, zipfile and json raise for damaged or made-up files
 _DAMAGE: tuple[type[Exception], ...] = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, MemoryError)
 _DAMAGE += (EOFError, OSError, SyntaxError, ArithmeticError, zipfile.BadZipFile)
 
@@ -62,7 +62,7 @@ def save_state(file: str | PathLike[str] | BinaryIO, state: Mapping[str, Any]) -
 
 
 def load_state(file: str | PathLike[str] | BinaryIO) -> dict[str, Any]:
-    """What save_state() wrote to ``file``. No file can execute code.
+    """The state that save_state() wrote to ``file``. No file can execute code.
 
     ``file`` is a path of a regular file, or a binary file that can seek. Raises OSError if it cannot be opened, and
     ArgumentError for any other file. The load_state_dict() that gets the state checks what it says.

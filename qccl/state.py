@@ -21,7 +21,7 @@ __all__ = ["Entry", "Forms", "Parts", "Places", "StateArray", "StateStore", "che
 
 #: parts of state buffers: the buffer's name, and its elements from start to stop
 Parts = Iterable[tuple[str, int, int]]
-#: of state buffers by name: the number of elements, and their type
+#: state buffers by name: the number of elements, and their type
 Forms = Mapping[str, tuple[int, DType]]
 #: the parts of parameters by their names; those of one parameter have the same order and lengths under every key
 Places = Mapping[str, Sequence[tuple[str, int, int]]]

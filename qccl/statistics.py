@@ -1,4 +1,4 @@
-"""What a rank's calls have sent and how long they took: Communicator.stats()."""
+"""The amounts that a rank's calls have sent, and their times: Communicator.stats()."""
 
 from __future__ import annotations
 

@@ -99,13 +99,13 @@ class _Lane:
         return max(now, start), max(now, self._free)
 
 
-#: what a processor does first: take what has arrived, send, compute
+#: kinds of a processor's work, the first one first: receive, send, compute
 _RECEIVE, _SEND, _COMPUTE = range(3)
 
 
 @dataclass(slots=True)
 class _Processor:
-    """What a rank's processor may do, by kind, order and event, and whether it does something."""
+    """The work that a rank's processor may begin, by kind, order and event, and whether it is busy."""
 
     ready: list[tuple[int, int, int]] = field(default_factory=list)
     busy: bool = False
@@ -275,7 +275,7 @@ class _Run:
         return event.source // size != event.target // size
 
     def _lanes_of(self, number: int) -> tuple[_Lane, _Lane]:
-        """What a transfer leaves and arrives by."""
+        """The links that a transfer leaves and arrives through."""
         event = self._transfer(number)
         far = self._is_far(event)
         target = event.target % len(self._schedules)

@@ -42,7 +42,7 @@ def examples() -> list[str]:
 _NAME = re.compile(r"([a-z_]+)(\d*)", re.ASCII)
 #: separates decorators; not the sign in 1e+3
 _PLUS = re.compile(r"\+(?![0-9])")
-#: what asks for a choice between codecs
+#: the begin of a spec that asks for a choice between codecs
 _AUTO = re.compile(r"\s*auto\s*($|[:+/])", re.IGNORECASE)
 #: keys of BytePS that repeat the codec's name
 _BYTEPS = {"onebit_scaling": "scaling", "dithering_partition": "partition", "dithering_normalize": "normalize"}

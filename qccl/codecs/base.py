@@ -106,7 +106,7 @@ class Codec(ABC):
 
     @property
     def rounds(self) -> tuple[Codec, Codec]:
-        """What encodes the ranks' own values, and what encodes the sums in the second round of a collective."""
+        """The codec of the ranks' own values, and that of the sums in the second round of a collective."""
         return self, self
 
     @property

@@ -45,18 +45,18 @@ class Decorator(Codec):
 
     @property
     def rounds(self) -> tuple[Codec, Codec]:
-        """Those of the codec inside, decorated."""
+        """The inner codec's, each decorated."""
         first, second = self.codec.rounds
         return replace(self, codec=first), replace(self, codec=second)
 
     @property
     def granule(self) -> int:
-        """That of the codec inside."""
+        """The inner codec's."""
         return self.codec.granule
 
     @property
     def splittable(self) -> bool:
-        """As the codec inside: state is kept for each element, so chunks do not change it."""
+        """The inner codec's answer: state is kept for each element, so chunks do not change it."""
         return self.codec.splittable
 
     def _nbytes(self, count: int, dtype: DType) -> int:
@@ -67,11 +67,11 @@ class Decorator(Codec):
         return f"{self.codec.spec()}+{self.name}"
 
     def kernel(self) -> Kernel:
-        """That of the codec inside; the schedule adds the state (``collectives/feedback.py``)."""
+        """The inner codec's; the schedule adds the state (``collectives/feedback.py``)."""
         return self.codec.kernel()
 
     def host(self) -> Any:
-        """That of the codec inside; the schedule adds the state (``collectives/feedback.py``)."""
+        """The inner codec's; the schedule adds the state (``collectives/feedback.py``)."""
         return self.codec.host()
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
@@ -157,13 +157,13 @@ class Momentum(Decorator):
 
     @property
     def rounds(self) -> tuple[Codec, Codec]:
-        """Those of the codec inside; the momentum is that of a rank's own values, which the first one encodes."""
+        """The inner codec's, of which the first has the momentum: it encodes a rank's own values."""
         first, second = self.codec.rounds
         return (self, self) if first == second else (replace(self, codec=first), second)
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Those of the codec inside, then "momentum"."""
+        """The inner codec's, then "momentum"."""
         return (*self.codec.state_names, "momentum")
 
     def spec(self) -> str:

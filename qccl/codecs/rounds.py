@@ -63,13 +63,13 @@ class TwoRounds(Codec):
         return f"{self.first.spec()}/{self.second.spec()}"
 
     def kernel(self) -> Kernel:
-        """That of the first codec."""
+        """The first codec's."""
         return self.first.kernel()
 
     def host(self) -> Any:
-        """That of the first codec."""
+        """The first codec's."""
         return self.first.host()
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
-        """That of the first codec."""
+        """The first codec's."""
         return self.first.error_bound(x)

@@ -20,7 +20,7 @@ __all__ = ["CoalescedSpec", "HierarchicalCoalescedSpec"]
 
 
 class _ManyArrays(CollectiveSpec):
-    """What a call of many arrays has in common; ``each`` are the elements of each array."""
+    """A call of many arrays; ``each`` has the number of elements of each array."""
 
     __slots__ = ()
 

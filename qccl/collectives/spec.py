@@ -77,7 +77,7 @@ def input_and_output(
 
 
 class Binding(NamedTuple):
-    """What a schedule needs to know of a call's arrays.
+    """The facts about a call's arrays that a schedule depends on.
 
     Attributes:
         in_place: the output is where the input is.

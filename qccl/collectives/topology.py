@@ -32,7 +32,7 @@ _ONE_LEVEL, _TWO_LEVELS = "one level", "two levels"
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What decides between two schedules of a call.
+    """The amounts by which one of two schedules of a call is chosen.
 
     Attributes:
         nbytes: encoded bytes that the node sends to others that sends most.

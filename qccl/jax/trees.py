@@ -109,7 +109,7 @@ def allreduce(
 
 
 class _Transformation(NamedTuple):
-    """What optax calls a GradientTransformation, which is such a pair."""
+    """A pair of functions, as optax's GradientTransformation is one."""
 
     init: Callable[[Any], Any]
     update: Callable[..., tuple[Any, Any]]

@@ -49,7 +49,7 @@ in_use: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 class Compression:
-    """What compress() returns: the reduction of one model's gradients. A context manager that closes it.
+    """The reduction of one model's gradients, as compress() returns it. A context manager that closes it.
 
     Attributes:
         lr: the learning rate of the step, for codecs with state if it changes from step to step (see

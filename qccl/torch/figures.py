@@ -17,7 +17,7 @@ __all__ = ["Figures", "residual_norms"]
 
 
 class Figures:
-    """What the groups of a handle send. The bytes of a group are computed once, for each of its codecs."""
+    """The bytes that the groups of a handle send. The bytes of a group are computed once, for each of its codecs."""
 
     def __init__(self, groups: Sequence[ParameterGroup], comm: Communicator) -> None:
         self._groups, self._comm = groups, comm

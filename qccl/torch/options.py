@@ -1,4 +1,4 @@
-"""What a process group of the backend "qccl" compresses: its pg_options, and the environment variables beside them."""
+"""Which calls a process group of the backend "qccl" compresses: its pg_options, and environment variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Options"]
 
 @dataclass(frozen=True)
 class Options:
-    """What a process group of the backend "qccl" compresses; pass it as ``pg_options``, the same on all ranks.
+    """Which calls a process group of the backend "qccl" compresses; pass it as ``pg_options``, the same on all ranks.
 
     An option that is given here wins over its environment variable; all_gather_codec has none.
 

@@ -414,7 +414,7 @@ def _is_like(tensor: torch.Tensor, first: torch.Tensor) -> bool:
 
 
 def _is_mean_of_integers(tensors: Sequence[torch.Tensor], opts: Any) -> bool:
-    """What programs call because the backend is not called "gloo", but gloo cannot do."""
+    """Whether the call is a mean of integers on the CPU, which gloo cannot compute."""
     is_integer = all(not (x.is_floating_point() or x.is_complex()) and x.device.type == "cpu" for x in tensors)
     return is_integer and opts.reduceOp.op == dist.ReduceOp.AVG
 
@@ -439,7 +439,7 @@ def _options_of(kind: Any, given: Any, op: Any = None, timeout: timedelta | None
 
 
 def _create(made_for: Any, options: Options | None) -> ProcessGroupQccl:
-    """What torch.distributed calls to make a group of the backend "qccl"."""
+    """Make a group of the backend "qccl" for torch.distributed."""
     check_variables()
     if options is not None and not isinstance(options, Options):
         raise ArgumentError(f'pg_options of the backend "qccl" must be qccl.torch.Options(...), not {options!r}')

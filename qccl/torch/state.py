@@ -43,7 +43,7 @@ __all__ = [
 
 #: the kinds of state by their names in a schedule, and in a saved state
 _KINDS = {"residual": "residuals", "momentum": "momenta", "factor": "factors"}
-#: of a state of all ranks; that of one rank also says which
+#: keys of a state of all ranks; one rank's state also has _PLACE
 _FULL = {"step", "calls", "lr", "groups", *_KINDS.values()}
 _PLACE = {"rank", "size", "nodes"}
 
@@ -253,7 +253,7 @@ def _fit(saved: Sequence[int], groups: Sequence[ParameterGroup], nodes: Sequence
 def _share(
     values: Mapping[str, np.ndarray], group: ParameterGroup, rank: int, nodes: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """What a rank contributes to the total of its group, from its own state, in double precision."""
+    """A rank's share of the total of its group, from its own state, in double precision."""
     if not values:
         return {}
     shares = {name: own.astype(np.float64) / len(nodes) for name, own in values.items()}

@@ -53,7 +53,7 @@ _MOST_MESSAGES = 4
 TLS_NONCE = "0" * 32
 _HEAD = struct.Struct("<8sI16s")  # magic, length of the content, its checksum
 _MAGIC = b"qccl/me3"
-#: what the magic of every version begins with
+#: the first bytes of every version's magic
 _FAMILY = b"qccl/"
 _PART_NBYTES = 1 << 16
 
@@ -120,7 +120,7 @@ class Channel:
 
     @property
     def nbytes(self) -> int:
-        """What has come of a message that is not complete."""
+        """The received bytes of an unfinished message."""
         return len(self._received)
 
     @property

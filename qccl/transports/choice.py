@@ -54,7 +54,7 @@ _NOT_STARTED = "it did not start the ranks"
 
 
 class Offer(NamedTuple):
-    """What a rank brings: texts of one line.
+    """The facts about a rank that decide the transport: texts of one line.
 
     Attributes:
         network: equal for ranks that reach each other by the loopback interface; empty: unknown.
@@ -113,7 +113,7 @@ class Offer(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What the ranks use.
+    """The transport that the ranks use, and how.
 
     Attributes:
         name: in TRANSPORTS.

@@ -53,7 +53,7 @@ def shortage(ranks: int, found: int) -> str:
 
 
 def exhausted(few: int = _FEW) -> str:
-    """That this process has only ``few`` descriptors left; nothing if it has more."""
+    """A sentence that at most ``few`` descriptors are left; empty if there are more."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = _open()
     if soft == resource.RLIM_INFINITY or used + few < soft:

@@ -19,7 +19,7 @@ from qccl.transports.strangers import printable
 
 __all__ = ["JoinAddress"]
 
-#: what an address begins with -> transport, and whether it encrypts
+#: the begin of an address -> the transport, and whether it encrypts
 _SCHEMES = {"wan://": ("wan", True), "wan-plain://": ("wan", False), "": ("ucx", True)}
 
 

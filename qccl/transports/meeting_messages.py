@@ -22,9 +22,9 @@ __all__ = ["MOST_NBYTES", "NONCE_NBYTES", "NOTE_NBYTES", "Hello", "Kind", "Messa
 NOTE_NBYTES = 64 << 10
 #: rank, size, number of the meeting, process; the note follows
 _HELLO = struct.Struct("<III8s")
-#: of a message to rank 0, at most: its kind, a hello and a note
+#: the longest message to rank 0: its kind, a hello and a note
 MOST_NBYTES = 1 + _HELLO.size + NOTE_NBYTES
-#: of a nonce, and of that with a process
+#: length of a nonce, and of a proof: a nonce and the number of a process
 NONCE_NBYTES, _PROOF_NBYTES = 16, 24
 
 

@@ -1,4 +1,4 @@
-"""Who is in a group after some ranks were lost or others came: the protocol, without sockets, threads or a clock.
+"""The agreement on the next group after ranks were lost or came: the protocol, without sockets, threads or a clock.
 
 Events go in (a message came, a connection was lost, time has passed), actions come out; regroup.py carries them out.
 
@@ -69,7 +69,7 @@ _MARGIN_SECONDS = 5.0
 
 
 class Own(NamedTuple):
-    """What a rank brings to the next group: itself with its new worker, its calls, and processes that wait at it."""
+    """A rank's offer to the next group: itself with its new worker, its calls, and processes that wait at it."""
 
     member: Member
     calls: int
@@ -77,7 +77,7 @@ class Own(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What the driver must do, in the order of the actions.
+    """An action for the driver; actions are carried out in their order.
 
     Attributes:
         do: "call" the rank ``channel``: then lost(), refused() or heard() follow. "send" ``message``. "close" the
@@ -93,7 +93,7 @@ class Action(NamedTuple):
 
 
 class Membership:
-    """What a process knows of its group, and what it has promised and accepted for the next one.
+    """A process's knowledge of its group, and its promise and acceptance for the next one.
 
     Attributes:
         latest: the group; its epoch is -1 before there is one.
@@ -120,7 +120,7 @@ class Membership:
 
     @property
     def rank(self) -> int:
-        """Of this process. Raises PeerLost if the group does not have it."""
+        """This process's rank. Raises PeerLost if the group does not have it."""
         for rank, member in enumerate(self.members):
             if member.id == self.id:
                 return rank

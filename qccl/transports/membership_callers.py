@@ -52,7 +52,7 @@ class MembershipCallers(Callers[MembershipCaller]):
         self._id = id
 
     def __iter__(self) -> Iterator[MembershipCaller]:
-        """Those that have said what they want; the others may change meanwhile."""
+        """The callers that have said what they want; the other callers may change meanwhile."""
         return iter([each for each in self._known if each.inbox])
 
     def __del__(self) -> None:

@@ -152,7 +152,7 @@ def _end() -> None:
     if _finalizes:
         MPI.Finalize()
         return
-    # Who finalizes MPI may do so after the interpreter has freed its objects. Until then MPI writes into the memory of
+    # MPI may be finalized after the interpreter has freed its objects. Until then MPI writes into the memory of
     # receives under way, when other ranks send their last messages.
     _keep_forever(_abandoned)
     for transport in _open:
@@ -253,7 +253,7 @@ class MpiTransport(NativeTransport):
         return [bytes(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
 
     def regroup(self, calls: int, timeout: float, *, grows: bool) -> tuple[MpiTransport, int]:
-        """Of the ranks that MPI has not lost, if the library has ULFM.
+        """A transport of the ranks that MPI has not lost, if the library has ULFM.
 
         Raises EngineError for ``grows`` and for other libraries.
         """

@@ -1,4 +1,4 @@
-"""What the transports over MPI, UCX and between sites share: Python's side of a wire in native code."""
+"""Python's side of a wire in native code, which the transports over MPI, UCX and between sites share."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class MembershipSocket(Membership):
 
     @property
     def greeting(self) -> bytes:
-        """What a Watch says to the processes of this job."""
+        """The first bytes from a Watch to the processes of this job."""
         return make_greeting(self._keys.seal)
 
     def look_at_names(self, watch: Watch) -> None:

@@ -224,7 +224,7 @@ def _stranger(place: tuple[str, int], cause: str) -> EngineError:
 
 
 class _Call:
-    """What the other ranks do in the first gather: call rank 0 until it answers."""
+    """The first gather of a rank other than 0: call rank 0 until it answers."""
 
     def __init__(self, hello: Hello, place: tuple[str, int], keys: Keys) -> None:
         self._hello, self._place, self._keys = hello, place, keys

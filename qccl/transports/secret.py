@@ -35,7 +35,7 @@ __all__ = [
     "write_token",
 ]
 
-#: of a secret, and of a key
+#: length of a secret, and of a key
 NBYTES = 32
 #: characters of a token, at least, and bytes of its file, at most
 _LEAST, _MOST_NBYTES = 16, 4096
@@ -71,7 +71,7 @@ def job_secret(drawn: bytes, token: bytes | None) -> Secret:
 
 
 def token_key(environ: Mapping[str, str] = os.environ) -> Secret | None:
-    """What all keys of the token are derived from; None where the environment names no token.
+    """The secret from which all keys of the token are derived; None where the environment names no token.
 
     Raises ArgumentError for a token that is too short, and for a file that others may read.
     """

@@ -67,7 +67,7 @@ class SecureSocket:
         self._timeout = seconds
 
     def setblocking(self, flag: bool) -> None:
-        """As settimeout() with None or 0."""
+        """Same as settimeout() with None or 0."""
         self._timeout = None if flag else 0.0
 
     def recv(self, nbytes: int) -> bytes:

@@ -16,7 +16,7 @@ _reported: set[str] = set()
 
 
 class NotARank(ConnectionError):
-    """What the other side sent is no message of a rank, or one that a rank does not send now. The text is the cause."""
+    """The other side sent no message of a rank, or one that a rank does not send now. The text is the cause."""
 
 
 def report(cause: str) -> None:

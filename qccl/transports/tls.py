@@ -22,7 +22,7 @@ from qccl.errors import EngineError
 __all__ = ["functions", "load_library", "version"]
 
 _NAMES = ("libssl.so.3", "libssl.so.1.1")
-#: of OpenSSL_version(): "OpenSSL 3.0.19 27 Jan 2026"
+#: argument of OpenSSL_version() for its text: "OpenSSL 3.0.19 27 Jan 2026"
 _VERSION = 0
 
 

@@ -371,7 +371,7 @@ class _Job(NamedTuple):
 
 
 def backend_of(group: Any) -> str:
-    """What carries a process group's bytes, e.g. "cpu:gloo,cuda:nccl" (None: the default group)."""
+    """The backends that carry a process group's bytes, e.g. "cpu:gloo,cuda:nccl" (None: the default group)."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ArgumentError("torch.distributed is not initialized; call torch.distributed.init_process_group() first")
     group = group or dist.group.WORLD

@@ -126,7 +126,7 @@ class WanTransport(ConnectedTransport):
 
     @property
     def sends_ahead(self) -> Sequence[int]:
-        """Those between sites: UCX keeps all that comes."""
+        """Ranks of other sites: UCX keeps all messages of the ranks nearby."""
         return [rank for rank in range(self.size) if rank not in self._near]
 
     @property

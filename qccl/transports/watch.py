@@ -85,7 +85,7 @@ class Watch:
         self._lock = threading.Lock()
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Those of ``ranks`` whose processes have ended, as far as their machines answer within some milliseconds.
+        """The ranks of ``ranks`` whose processes have ended, as far as their machines answer within some milliseconds.
 
         A later answer counts at the next call. One that cannot be reached has not ended.
         """
