@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 
 from qccl.chunks import GPU
@@ -32,7 +34,6 @@ from qccl.cuda.device import Device
 from qccl.cuda.libraries import as_qccl_error, cuda_libraries, on_device, record, translated, wait_for
 from qccl.cuda.program import CudaProgram
 from qccl.cuda.proxy import HostProxy
-from qccl.cuda.records import CallLog, LoggedCall
 from qccl.cuda.rig import CudaRig
 from qccl.cuda.run import CudaRun, PendingRuns
 from qccl.cuda.staging import check_stream_flags
@@ -54,6 +55,8 @@ cuda_libraries()  # importing this module without CUDA raises its error
 
 __all__ = ["CudaEngine"]
 
+#: calls in the records, as on the host (kernels/engine/recorder.h)
+_CALLS = 1024
 #: how long a failing rank waits for its own thread that is in the middle of a call
 _GRACE_SECONDS = 1.0
 #: how long the end of the process waits for pending runs
@@ -83,7 +86,7 @@ class CudaEngine:
         self._enqueuing = threading.RLock()  # held while a run is put on its streams
         self._workspace = Workspace(self.device, self.size)
         self._captured: list[CudaProgram] = []
-        self._log = CallLog()
+        self._log = deque[CudaRun](maxlen=_CALLS)  # any thread may copy it at any time, also a handler of a signal
         self._releases = False
         self._proxy: HostProxy | None = None
         _failed[:] = [engine for engine in _failed if engine.device.is_busy()]
@@ -131,7 +134,7 @@ class CudaEngine:
             program.check_capture(traced=trace is not None)
         # counts from the run's first task
         limit = Deadline(self.timeout if request.timeout is None else request.timeout, counts=False)
-        run = CudaRun(self._pending, header.call_text, numbers.calls, limit, streams[0], captured=captured)
+        run = CudaRun(self._pending, header, numbers.calls, limit, streams[0], captured=captured)
         queues = self.device.capture_queues if captured else self.device.queues
         if not captured:
             run.entries = program.entries
@@ -148,12 +151,12 @@ class CudaEngine:
                 self._captured.append(program)  # the graph uses its memory for as long as it lives
             else:
                 run.program = program
-                run.logged = self._log.add(header.sequence, run.call, bound.text, limit)
+                self._log.append(run)
                 self._pending.add(run)
                 self._watchdog.start()
             try:
                 lr = request.lr or 1.0  # a call with lr=0 has no residuals
-                program.enqueue(run, queues, bound.addresses, sequence=header.sequence, lr=lr, trace=trace)
+                program.enqueue(run, queues, bound.addresses, lr=lr, trace=trace)
             except BaseException as error:  # part of the run may be on its streams
                 ours = error if isinstance(error, QcclError) else as_qccl_error(error)
                 self.fail(ours or gave_up(self.rank, error))
@@ -179,10 +182,10 @@ class CudaEngine:
         self._check_usable()
         header = Header(Kind.CALL, self.numbers.sequence, text)
         self.numbers.sequence += 1
-        logged = self._log_waiting(header)
+        waiting = self._log_waiting(header)
         if refused := self._consistency.compare(header, self.timeout):
             raise EngineError(refused)
-        logged.end()
+        waiting.ended = time.monotonic()
 
     def check_consistent(self, text: str, pairs: tuple[str, ...], refusal: str = "", *, again: bool = False) -> str:
         """Collective until the ranks have agreed on a text; see engine.base.Engine."""
@@ -191,12 +194,14 @@ class CudaEngine:
         self._log_waiting(header)
         compare = self._consistency.compare if again else self._consistency.compare_once
         refused = compare(header, self.timeout, refusal)
-        self._log.drop_last()  # what begins now is the call itself
+        self._log.pop()  # what begins now is the call itself
         return refused
 
-    def _log_waiting(self, header: Header) -> LoggedCall:
+    def _log_waiting(self, header: Header) -> CudaRun:
         """A call for which the host waits until the other ranks have come to it, too."""
-        return self._log.add(header.sequence, self.numbers.calls, header.text, Deadline(self.timeout))
+        run = CudaRun(self._pending, header, self.numbers.calls, Deadline(self.timeout))
+        self._log.append(run)
+        return run
 
     def check(self, timeout: float, stream: int | None = None) -> None:
         """Wait for all pending runs, and for ``stream``; raise their failures."""
@@ -209,7 +214,7 @@ class CudaEngine:
 
     def records(self) -> list[CallRecord]:
         """The last calls, without those in graphs, as far as the watchdog has seen."""
-        return self._log.records()
+        return [run.record() for run in self._log.copy()]
 
     def rig(self) -> CudaRig:
         """See engine.base.Engine. Waits for the work of the legacy default stream, beside which calls take longer."""

@@ -138,7 +138,6 @@ class CudaProgram:
         queues: Mapping[Queue, int],
         addresses: Mapping[str, int],
         *,
-        sequence: int,
         lr: float,
         trace: list[TraceEvent] | None,
     ) -> None:
@@ -150,7 +149,7 @@ class CudaProgram:
         self._is_replay.value, self._run.value = run.captured, run.number
         self._addresses.words[cuda_source.LR_WORD] = int.from_bytes(struct.pack("<f", lr), "little")
         if self._staging is not None:
-            self._staging.begin(sequence, run.call_text, run.deadline)
+            self._staging.begin(run.header.sequence, run.call_text, run.deadline)
         calls = self._traced_calls(queues, run, trace) if trace is not None else self._calls_on(queues, run.captured)
         for function, arguments in calls:
             function(*arguments)

@@ -1,4 +1,9 @@
-"""The runs of an engine on CUDA: which are pending, which have ended, and the failure that ends them all."""
+"""The runs of an engine on CUDA: which are pending, which have ended, and the failure that ends them all.
+
+The host knows of a run what flags in pinned memory (flags.py) say, at which the watchdog looks every 10 ms: the run is
+queued until its first kernel has run, and under way until its last one has. How far its transfers are only the GPU
+knows: NCCL tells nobody.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,10 @@ from typing import Any
 from qccl import threads
 from qccl.cuda.device import Device
 from qccl.cuda.libraries import NOT_READY, as_qccl_error, cuda_libraries, event_status, translated
-from qccl.cuda.records import LoggedCall
 from qccl.deadline import Deadline
 from qccl.engine.callbacks import WithCallbacks
+from qccl.engine.control import Header
+from qccl.engine.records import CallRecord, State
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, QcclError, gave_up
 
 __all__ = ["CudaRun", "PendingRuns"]
@@ -26,10 +32,10 @@ _LEAST_NAP, _LONGEST_NAP = 10e-6, 500e-6
 
 
 class CudaRun(WithCallbacks):
-    """One run of a program (interface: Execution).
+    """One run of a program (interface: Execution), or a call without one for which all ranks wait, such as a barrier.
 
     Attributes:
-        call_text: the call with its number, for messages.
+        header: what the ranks compare.
         call: the number that keys its random numbers.
         deadline: counts from the run's first task on the device.
         stream: the caller's.
@@ -41,17 +47,24 @@ class CudaRun(WithCallbacks):
         program: kept because the device reads its tables until the run has ended.
         on_stream: all of the run is on its streams.
         finish: called when the run has ended.
-        logged: the run in the engine's records; None for a captured one.
+        ended: when it ended well, in time.monotonic() seconds; None before.
     """
 
     is_stream_ordered = True
 
     def __init__(
-        self, pending: PendingRuns, call_text: str, call: int, deadline: Deadline, stream: int, *, captured: bool
-    ) -> None:  # fmt: skip
+        self,
+        pending: PendingRuns,
+        header: Header,
+        call: int,
+        deadline: Deadline,
+        stream: int = 0,
+        *,
+        captured: bool = False,
+    ) -> None:
         super().__init__()
         self._pending = pending
-        self.call_text, self.call, self.deadline = call_text, call, deadline
+        self.header, self.call, self.deadline = header, call, deadline
         self.stream, self.captured = stream, captured
         self.number = self.entries = 0
         self.event: Any = None
@@ -59,7 +72,18 @@ class CudaRun(WithCallbacks):
         self.program: object = None
         self.on_stream = False
         self.finish: Callable[[], None] | None = None
-        self.logged: LoggedCall | None = None
+        self.ended: float | None = None
+
+    @property
+    def call_text(self) -> str:
+        """The call with its number, for messages."""
+        return self.header.call_text
+
+    def record(self) -> CallRecord:
+        """What is known of it now."""
+        begun = self.deadline.begun
+        state: State = "ended" if self.ended is not None else "queued" if begun is None else "under way"
+        return CallRecord(self.header.sequence, self.call, self.header.text, state, begun, self.ended)
 
     def step(self) -> bool:
         """Look at the flags and ask CUDA for errors; the GPU makes progress by itself."""
@@ -214,14 +238,14 @@ class PendingRuns:
         except Exception as error:  # while it computes the times of a trace
             run.failure = as_qccl_error(error) or gave_up(self._rank, error)
         run.deadline.start()  # for messages that are still under way
-        if run.logged is not None and run.failure is None:
-            run.logged.end()
+        if run.failure is None:
+            run.ended = time.monotonic()
         run.done = True
         with self._lock:
             event, run.event = run.event, None
         self._device.give_back(event)
-        kept = [run.kept, run.program]
-        run.kept = run.program = None
+        kept = [run.kept, run.program, run.finish]
+        run.kept = run.program = run.finish = None
         self.callbacks.call(run)
         return kept
 

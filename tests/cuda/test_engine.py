@@ -17,6 +17,7 @@ import qccl
 from qccl.cuda import libraries
 from qccl.cuda import run as run_module
 from qccl.deadline import Deadline
+from qccl.engine.control import Header, Kind
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
 
@@ -243,7 +244,7 @@ def test_a_trace(cupy):
 def test_a_step_asks_cuda_for_errors_until_the_run_has_ended():
     asked = list[str]()
     pending = SimpleNamespace(sweep=lambda: asked.append("flags"), check_device=lambda: asked.append("CUDA"))
-    run = run_module.CudaRun(pending, "a call", 0, Deadline(10, counts=False), 0, captured=False)
+    run = run_module.CudaRun(pending, Header(Kind.CALL, 0, "a call"), 0, Deadline(10, counts=False))
     assert not run.step() and asked == ["flags", "CUDA"]
     run.done = True
     assert run.step() and asked == ["flags", "CUDA", "flags"]
