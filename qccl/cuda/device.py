@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -80,20 +80,18 @@ class Device:
         """Whether calls on ``stream`` become part of a graph."""
         if stream in (0, 1):  # the legacy default stream cannot be captured
             return False
-        with translated:
+        with translated, self.current():
             return bool(cuda_libraries().runtime.streamIsCapturing(stream))
 
     def current(self) -> AbstractContextManager[None]:
         """Make the GPU the thread's current one if it is not, as the driver's launches need."""
-        if cuda_libraries().runtime.getDevice() == self.number and getattr(self._threads, "ready", False):
-            return _NOTHING
-        return self._made_current()
-
-    @contextlib.contextmanager
-    def _made_current(self) -> Iterator[None]:
-        with on_device(self.number):
+        runtime = cuda_libraries().runtime
+        if runtime.getDevice() != self.number:
+            return on_device(self.number)
+        if not getattr(self._threads, "ready", False):  # the thread may have no context yet
+            runtime.setDevice(self.number)
             self._threads.ready = True
-            yield
+        return _NOTHING
 
     def allocate(self, nbytes: int, what: str) -> Any:
         """Memory for ``what`` from CuPy's pool for the home stream. Raises EngineError if the GPU has no room.

@@ -137,7 +137,7 @@ class CudaMemory:
         torch = sys.modules.get("torch")
         if stream is None and torch is not None and torch.cuda.is_initialized():
             found.add(int(torch.cuda.current_stream(self.device).cuda_stream))
-        with translated:  # the legacy default stream cannot be captured
+        with translated, on_device(self.device):  # the legacy default stream cannot be captured
             return any(gpu.runtime.streamIsCapturing(each) for each in found - {0, _LEGACY})
 
     def first_nonfinite(self, values: Values) -> int | None:

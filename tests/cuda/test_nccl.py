@@ -340,6 +340,28 @@ def test_which_gpu_a_rank_takes(cupy, monkeypatch):
     assert libraries.pick_device(None, 3) == 0  # the launcher shows each rank its own
 
 
+@pytest.mark.parametrize("before", [None, 1, 3])
+def test_no_other_gpu_gets_a_context(before, world, cupy):
+    """A context takes 534 MiB on an H100. The thread keeps the device that it had."""
+    device = cupy.cuda.runtime.getDevice()
+    if before is not None:
+        cupy.cuda.runtime.setDevice(device := before)
+    with qccl.Communicator(qccl.get_unique_id(), 0, 1, device=3) as comm:
+        with libraries.on_device(3):
+            x, out = (fake_cuda.array(values(0, 1000), 3) for _ in range(2))
+            stream = cupy.cuda.Stream(non_blocking=True)
+        for arguments in ({}, {"stream": stream.ptr}, {"nonfinite": "error"}, {"codec": "minmax8+ef", "key": "k"}):
+            comm.quantized_allreduce(x, out, **arguments)
+            comm.quantized_allreduce(x, out, **arguments)
+        for at in (0, stream.ptr):
+            qccl.quantized_allreduce(x.data.ptr, out.data.ptr, 1000, "float32", "sum", comm, at)
+        comm.check(stream.ptr)
+        comm.state_dict()
+        comm.split(0).close()
+        assert cupy.cuda.runtime.getDevice() == device
+    assert world.contexts == {3, before} - {None}
+
+
 def test_the_benchmark_on_a_gpu(cupy):
     """qccl-bench's measure() on device arrays: right results, the plain all-reduce beside, a graph with -G."""
     from qccl import dtypes

@@ -194,7 +194,7 @@ def _runtime(world: World) -> ModuleType:
         memGetInfo=lambda: (world.free_memory, world.free_memory),
         eventElapsedTime=world.elapsed,
         streamWaitEvent=world.wait,
-        streamIsCapturing=lambda stream: stream in world.captures,
+        streamIsCapturing=lambda stream: world.device() >= 0 and stream in world.captures,
         memcpy=copy_now,
         memset=ctypes.memset,
         streamSynchronize=lambda stream: Stream(world, ptr=stream).synchronize(),
@@ -214,7 +214,7 @@ def _launching_driver(world: World, kernels: Any, functions: dict[int, str]) -> 
     def launch(function: int, *given: int) -> None:
         *geometry, stream, arguments, extra = given
         world.calls.append(("launch", functions[function], stream))
-        assert len(geometry) == 7 and extra == 0
+        assert len(geometry) == 7 and extra == 0 and world.has_context()
         world.put(stream, functions[function], kernels(functions[function], tuple(geometry), arguments))
 
     return _module("cupy.cuda.driver", CUDADriverError=CUDADriverError, launchKernel=launch)

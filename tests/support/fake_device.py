@@ -97,7 +97,13 @@ class World:
     def device(self) -> int:
         """The thread's device, for what needs the device's primary context."""
         self.contexts.add(self.current_device())
+        if not self.pushed():
+            self.local.device = self.current_device()
         return self.current_device()
+
+    def has_context(self) -> bool:
+        """Whether the thread has a current context, without which the driver does nothing."""
+        return bool(self.pushed()) or "device" in self.local.__dict__
 
     def set_device(self, device: int) -> None:
         if not 0 <= device < DEVICES:
