@@ -50,18 +50,13 @@ _T = TypeVar("_T")
 
 
 class Gpu(NamedTuple):
-    """The libraries: CuPy, its CUDA runtime, driver and NCCL modules, and cuda-python's driver module.
-
-    Attributes:
-        contexts: the primary context of each device that was used.
-    """
+    """The libraries: CuPy, its CUDA runtime, driver and NCCL modules, and cuda-python's driver module."""
 
     cupy: ModuleType
     runtime: Any
     driver: Any
     nccl: Any
     bindings: Any
-    contexts: dict[int, Any]
 
 
 @cache
@@ -74,7 +69,7 @@ def cuda_libraries() -> Gpu:
     from cuda.bindings import driver as bindings
     from cupy.cuda import driver, nccl, runtime
 
-    return Gpu(cupy, runtime, driver, nccl, bindings, {})
+    return Gpu(cupy, runtime, driver, nccl, bindings)
 
 
 def missing() -> list[str]:
@@ -232,24 +227,23 @@ def pick_device(device: int | None, local_rank: int | None) -> int:
 
 @contextmanager
 def on_device(device: int) -> Iterator[None]:
-    """Make ``device`` the thread's current one, as every call that concerns it needs, then leave the thread as it was.
+    """Make ``device`` the thread's current one, as every call that concerns it needs, then its context from before.
 
-    The driver's stack of contexts does that also for a thread that had no context. The runtime would have to set such
-    a thread back to GPU 0, where that makes a context: 534 MiB on an H100 for each rank of the machine.
+    Not by setDevice() back to the device from before: a thread that has made no call has GPU 0 and no context there,
+    and setDevice() would make one, of 534 MiB on an H100 for each rank of the machine.
     """
     gpu = cuda_libraries()
-    if gpu.runtime.getDevice() == device:
-        gpu.runtime.setDevice(device)  # a thread that has made no call yet has no context
+    runtime, driver = gpu.runtime, gpu.bindings
+    if runtime.getDevice() == device:
+        runtime.setDevice(device)  # a thread that has made no call yet has no context
         yield
         return
-    if device not in gpu.contexts:
-        status, gpu.contexts[device] = gpu.bindings.cuDevicePrimaryCtxRetain(device)
-        check_status((status,))
-    check_status(gpu.bindings.cuCtxPushCurrent(gpu.contexts[device]))
+    _, before = driver.cuCtxGetCurrent()
+    runtime.setDevice(device)
     try:
         yield
     finally:
-        gpu.bindings.cuCtxPopCurrent()
+        driver.cuCtxSetCurrent(before)
 
 
 def as_qccl_error(error: BaseException) -> QcclError | None:

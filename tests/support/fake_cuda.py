@@ -309,6 +309,13 @@ def _bindings(world: World) -> ModuleType:
         world.pushed().append(context - _CONTEXTS)
         return (_Result.CUDA_SUCCESS,)
 
+    def set_context(context: int) -> tuple[_Result]:
+        if context:
+            world.set_device(context - _CONTEXTS)
+        else:  # none
+            del world.local.device
+        return (_Result.CUDA_SUCCESS,)
+
     def exchange_mode(mode: int) -> tuple[_Result, int]:
         before = world.local.__dict__.get("is_relaxed", False)
         world.local.is_relaxed = mode == _RELAXED
@@ -332,6 +339,11 @@ def _bindings(world: World) -> ModuleType:
         cuDevicePrimaryCtxRetain=retain_context,
         cuCtxPushCurrent=push_context,
         cuCtxPopCurrent=lambda: (_Result.CUDA_SUCCESS, _CONTEXTS + world.pushed().pop()),
+        cuCtxGetCurrent=lambda: (
+            _Result.CUDA_SUCCESS,
+            _CONTEXTS + world.current_device() if world.has_context() else 0,
+        ),
+        cuCtxSetCurrent=set_context,
         cuEventRecord=lambda event, stream: (_status(lambda: world.record(event, stream)),),
         cuEventQuery=lambda event: query(lambda: world.is_done(event)),
         cuStreamQuery=lambda stream: query(lambda: world.is_empty(stream)),
