@@ -77,7 +77,9 @@ class Kernels:
     """Launches the kernels of SOURCE on a stream."""
 
     def __init__(self) -> None:
-        module = cuda_libraries().cupy.RawModule(code=SOURCE, options=("-std=c++17",))
+        cuda = cuda_libraries().cupy.cuda
+        module = cuda.function.Module()
+        module.load(cuda.compiler.compile_using_nvrtc(SOURCE, ("-std=c++17",))[0])  # RawModule would need headers
         self._spin, self._copy, self._race = (module.get_function(name) for name in ("spin", "copy", "race"))
 
     def spin(self, stream: Any, seconds: float) -> None:

@@ -235,9 +235,9 @@ def _nccl(world: World) -> ModuleType:
 
 
 def _cuda(world: World, functions: dict[int, str], **parts: ModuleType) -> ModuleType:
-    def compile_using_nvrtc(code: str, options: tuple[str, ...], *, name_expressions: tuple[str, ...]) -> Any:
+    def compile_using_nvrtc(code: str, options: tuple[str, ...], *, name_expressions: tuple[str, ...] = ()) -> Any:
         world.forbid_in_capture()
-        assert "#include" in code and "--fmad=false" in options
+        assert not name_expressions or ("#include" in code and "--fmad=false" in options)
         return b"cubin", {name: f"mangled {name}" for name in name_expressions}
 
     class Module:
@@ -245,6 +245,10 @@ def _cuda(world: World, functions: dict[int, str], **parts: ModuleType) -> Modul
             assert binary == b"cubin"
 
         def get_function(self, mangled: str) -> Any:
+            if (simple := _SIMPLE.get(mangled)) is not None:
+                return lambda grid, block, arguments: world.put(
+                    world.local.streams[-1].ptr, mangled, lambda: simple(*map(int, arguments))
+                )
             pointer = next(world.numbers)
             functions[pointer] = mangled.removeprefix("mangled ")
             return SimpleNamespace(ptr=pointer)
@@ -271,14 +275,6 @@ def _cuda(world: World, functions: dict[int, str], **parts: ModuleType) -> Modul
 
 
 def _cupy(world: World, cuda: ModuleType) -> ModuleType:
-    def raw_module(*, code: str, options: tuple[str, ...]) -> Any:
-        def get_function(name: str) -> Any:
-            return lambda grid, block, arguments: world.put(
-                world.local.streams[-1].ptr, name, lambda: _SIMPLE[name](*map(int, arguments))
-            )
-
-        return SimpleNamespace(get_function=get_function)
-
     Array.world = world
     return _module(
         "cupy",
@@ -286,7 +282,6 @@ def _cupy(world: World, cuda: ModuleType) -> ModuleType:
         cuda=cuda,
         ndarray=Array,
         empty=Array,
-        RawModule=raw_module,
         get_default_memory_pool=lambda: SimpleNamespace(
             total_bytes=lambda: 3 << 20, used_bytes=lambda: 1 << 20, free_all_blocks=lambda: None
         ),
