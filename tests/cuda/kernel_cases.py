@@ -33,6 +33,8 @@ VARIANTS = ("sum", "avg", "min", "max", "no wire", "no out", "no own", "in place
 
 #: bytes between arrays, and buffers that they are in
 GUARD, BUFFERS = 64, 3
+#: bytes by which all arrays are farther from the begin of their buffer, so that offsets need more than 32 bits
+FAR = 1 << 33
 
 
 class Arrays:
@@ -54,7 +56,9 @@ class Arrays:
         return Span(f"array {len(self._places) - 1}", 0, content.size)
 
     def place(self, span: Span) -> tuple[int, int]:
-        return self._places[int(span.buffer.split()[1])][:2]
+        """The number of an array's buffer, and the offset there for buffers with the addresses of memory_argument()."""
+        number, offset, _ = self._places[int(span.buffer.split()[1])]
+        return number, offset + FAR
 
     @cached_property
     def buffers(self) -> list[np.ndarray]:
@@ -102,7 +106,7 @@ class Runs(Protocol):
 def memory_argument(addresses: Sequence[int], lr: float, number: int, failed: int) -> np.ndarray:
     """Memory of jobs.h: the buffers, the learning rate, and the call's number and flag of failures, by addresses."""
     memory = np.zeros(cuda_source.MEMORY_WORDS, np.uint64)
-    memory[: len(addresses)] = addresses
+    memory[: len(addresses)] = [address - FAR for address in addresses]
     memory[cuda_source.LR_WORD] = np.array([lr, 0], np.float32).view(np.uint64)[0]
     memory[cuda_source.CALL_WORD], memory[cuda_source.FAILED_WORD] = number, failed
     return memory
@@ -149,6 +153,7 @@ class Prepared:
         copies = [buffer.copy() for buffer in buffers]
         for span, dtype in self.any_nan.items():
             number, offset = self.arrays.place(span)
+            offset -= FAR
             values = copies[number][offset : offset + len(span) * dtype.itemsize].view(storage(dtype))
             values[np.isnan(to_float32(values, dtype))] = np.array(0).astype(values.dtype)
         return copies

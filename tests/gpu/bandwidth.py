@@ -1,7 +1,4 @@
-"""The rate at which kernels move bytes, compared with a copy on the device. Only bytes that must move are counted.
-
-Beside it: what NCCL's own all-reduce of uncompressed values reaches on one rank, where it is a copy.
-"""
+"""The rate at which kernels move bytes, compared with a copy on the device. Only bytes that must move are counted."""
 
 from __future__ import annotations
 
@@ -20,14 +17,11 @@ from qccl.dtypes import DType
 from qccl.engine.base import Bound, Request
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Role, Schedule, Span
 
-LIMIT = 0.85
-_MEASURED = ("float32", "bfloat16")
 _PEERS = 7
 _KINDS = ("encode", "decode", "reduce")
 _TILED = ("minmax8", "minmax4", "minmax8:rounding=stochastic", "cast:dtype=float8_e4m3", "onebit", "none")
 #: what is measured of each codec; trellis' search takes many times as long as a copy
 _SPECS = {**dict.fromkeys(_TILED, _KINDS), "trellis4": ("decode",)}
-_NCCL_FLOAT32, _NCCL_SUM = 7, 0
 
 
 def _schedule(kind: str, codec: Codec, dtype: DType, count: int, jobs: int) -> tuple[Schedule, int]:
@@ -64,19 +58,8 @@ def _schedule(kind: str, codec: Codec, dtype: DType, count: int, jobs: int) -> t
 
 def measure(mebibytes: int = 64, jobs: int = 8, repeats: int = 20) -> dict[str, Any]:
     """Bytes per second of each kernel on ``jobs`` arrays of ``mebibytes``, and the share of the copy's rate."""
-    stream = cuda_libraries().cupy.cuda.Stream(non_blocking=True)
-    figures: dict[str, Any] = {"limit": LIMIT, "peers": _PEERS}
-    figures["nccl_allreduce_of_one_rank_gb_per_s"] = _nccl_rate(stream, jobs * mebibytes << 20, repeats) / 1e9
-    figures |= _rates(
-        dict.fromkeys((dtypes.FLOAT32, dtypes.BFLOAT16, dtypes.FLOAT16), _SPECS), mebibytes, jobs, repeats
-    )
-    slow = [
-        f"{name} {figures[name]['share_of_copy']:.0%}"
-        for name in (f"{k} minmax{b} {t}" for k in _KINDS for b in (8, 4) for t in _MEASURED)
-        if figures[name]["share_of_copy"] < LIMIT
-    ]
-    figures["slower_than_limit"] = slow
-    return figures
+    chosen = dict.fromkeys((dtypes.FLOAT32, dtypes.BFLOAT16, dtypes.FLOAT16), _SPECS)
+    return {"peers": _PEERS} | _rates(chosen, mebibytes, jobs, repeats)
 
 
 def first_figures(mebibytes: int = 64, jobs: int = 4, repeats: int = 10) -> dict[str, Any]:
@@ -116,17 +99,6 @@ def _copy_rate(stream: Any, nbytes: int, repeats: int) -> float:
     gpu.runtime.memset(source.ptr, 1, nbytes)
     arguments = (target.ptr, source.ptr, nbytes, ON_DEVICE, stream.ptr)
     return 2 * nbytes / _seconds(lambda: gpu.runtime.memcpyAsync(*arguments), stream, repeats)
-
-
-def _nccl_rate(stream: Any, nbytes: int, repeats: int) -> float:
-    """Bytes per second that NCCL's all-reduce of one rank reads and writes."""
-    gpu = cuda_libraries()
-    source, target = (gpu.cupy.cuda.alloc(nbytes) for _ in range(2))
-    comm = gpu.nccl.NcclCommunicator(1, gpu.nccl.get_unique_id(), 0)
-    arguments = (source.ptr, target.ptr, nbytes // 4, _NCCL_FLOAT32, _NCCL_SUM, stream.ptr)
-    rate = 2 * nbytes / _seconds(lambda: comm.allReduce(*arguments), stream, repeats)
-    comm.destroy()
-    return rate
 
 
 def _memory(dtype: DType, count: int) -> dict[str, Any]:

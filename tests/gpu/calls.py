@@ -1,4 +1,4 @@
-"""Whole calls on one GPU with a simulated peer: stream order, graphs, overlap, and the host's time."""
+"""Whole calls on one GPU with a simulated peer: stream order, graphs, and the host's time."""
 
 from __future__ import annotations
 
@@ -142,9 +142,6 @@ def dispatch(calls: int = 200, burst: int = 20) -> dict[str, Any]:
             graph = _captured(stream, comm, call)
             for name, run in (("dispatch", call), ("replay", lambda graph=graph: graph.launch(stream))):
                 figures[f"{name}_us {algorithm}"] = 1e6 * _host_seconds(run, comm, stream, calls, burst)
-    figures["limits_us"] = {"dispatch": 150, "replay": 15}
-    assert figures["dispatch_us one_shot"] <= 150, f"a dispatch takes {figures['dispatch_us one_shot']:.0f} us"
-    assert figures["replay_us one_shot"] <= 15, f"a replay takes {figures['replay_us one_shot']:.1f} us"
     return figures
 
 
@@ -158,34 +155,3 @@ def _host_seconds(run: Callable[[], object], comm: qccl.Communicator, stream: An
         times.append((time.perf_counter() - begin) / burst)
         comm.check(stream.ptr)
     return statistics.median(times)
-
-
-def overlap(count: int = 1 << 28, chunks: int = 8, repeats: int = 5) -> dict[str, Any]:
-    """Over a slow simulated link, chunks against one chunk: encoding and reducing overlap with the transfers."""
-    arguments = {"codec": "minmax8", "algorithm": "one_shot"}
-    alone = _call_seconds(count, 0.0, count, repeats, arguments)
-    rate = alone / qccl.codecs.get("minmax8").encoded_nbytes(count, "float32")  # the link takes as long as computing
-    whole = _call_seconds(count, rate, count, repeats, arguments)
-    pipelined = _call_seconds(count, rate, count // chunks, repeats, arguments)
-    figures = {"computing_ms": alone * 1e3, "one_piece_ms": whole * 1e3, "pipelined_ms": pipelined * 1e3}
-    figures |= {"ratio": pipelined / whole, "limit": 0.8}
-    assert pipelined <= 0.8 * whole, f"pipelined {pipelined * 1e3:.2f} ms, in one piece {whole * 1e3:.2f} ms"
-    return figures
-
-
-def _call_seconds(count: int, seconds_per_byte: float, chunk: int, repeats: int, arguments: dict[str, Any]) -> float:
-    """The median time of a call on the GPU."""
-    cuda = cuda_libraries().cupy.cuda
-    stream = cuda.Stream(non_blocking=True)
-    with mirrored(seconds_per_byte=seconds_per_byte) as comm:
-        x, out = (DeviceArray(np.zeros(count, np.float32)) for _ in range(2))
-        x.put(np.resize(_values(7, 1 << 20), count))
-        times = []
-        for _ in range(repeats + 1):
-            begin, end = cuda.Event(), cuda.Event()
-            begin.record(stream)
-            comm.quantized_allreduce(x, out, chunk=chunk, stream=stream, **arguments)
-            end.record(stream)
-            comm.check(stream.ptr)
-            times.append(cuda.get_elapsed_time(begin, end) / 1e3)
-    return statistics.median(times[1:])

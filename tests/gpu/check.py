@@ -1,8 +1,8 @@
 """All checks for a machine with one GPU: ``scripts/gpu-check``.
 
-Each section runs in a process of its own with a time limit, so that none takes the others with it. After each one its
-result is printed and written to a JSON file, which keeps the sections of earlier runs of the same commit on the same
-GPU. The exit status is 0 only if every section asked for has run and passed.
+Each section runs in a process of its own with a time limit, so that none takes the others with it. What it finds is
+printed and written to a JSON file as it comes, and the file keeps the sections of earlier calls for the same commit on
+the same GPU. The exit status is 0 only if every section asked for has run and passed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,8 @@ import qccl
 from qccl.cuda import libraries
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+#: the program that a section's process runs
+PROGRAM = Path(__file__)
 _RESULT = "qccl-gpu-check-result: "
 #: what a section tells; before it may stand the words of a library that ended no line
 _TOLD = re.compile(f"({PART}|{_RESULT})(.*)")
@@ -38,8 +41,10 @@ _TOLD = re.compile(f"({PART}|{_RESULT})(.*)")
 _MOST_PRINTED = 1000
 #: characters of the output of a section that has no result, kept in its result
 _MOST_KEPT = 3000
-#: seconds in which a killed process must end
-_KILL_SECONDS = 10.0
+#: seconds in which a killed process must end, and between two looks at what a section has told
+_KILL_SECONDS, _LOOK_SECONDS = 10.0, 1.0
+#: a section is started if this part of its limit is left
+_NEEDED = 0.5
 
 
 def _of(module: str, function: str) -> Callable[[], dict[str, Any]]:
@@ -47,41 +52,34 @@ def _of(module: str, function: str) -> Callable[[], dict[str, Any]]:
     return lambda: getattr(importlib.import_module(module), function)()  # type: ignore[no-any-return]
 
 
-#: section -> its function, and its limit in seconds
+#: section -> its function, and its limit in seconds; in the order of the two calls
 SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
-    "kernels": (_of("codec_kernels", "check_apart"), 140),
-    "streams": (_of("queues", "all_checks"), 60),
-    "graphs": (_of("calls", "graphs"), 40),  # capture and replay
+    "probe": (_of("probe", "measure"), 40),  # what CUDA and NCCL cost by themselves
+    "driver": (_of("triage", "driver"), 30),
+    "codecs": (_of("triage", "codecs"), 70),  # one case of each codec
+    "nccl": (_of("triage", "nccl"), 50),
     "dispatch": (_of("calls", "dispatch"), 20),  # the host's time for a call and for a replay
-    "overlap": (_of("calls", "overlap"), 40),  # chunks against one chunk over a slow link
+    "graphs": (_of("calls", "graphs"), 40),  # capture and replay
+    "streams": (_of("queues", "all_checks"), 60),
+    "rates": (_of("bandwidth", "first_figures"), 40),  # of a copy and two kernels
+    "kernels": (_of("codec_kernels", "check_apart"), 140),  # all cases
     "bandwidth": (_of("bandwidth", "measure"), 80),  # the kernels' rates compared with a copy
-    "staged": (_of("staged", "all_checks"), 50),  # transfers through pinned memory and a host transport
-    "ranks": (_of("ranks", "check_all"), 120),  # 2 to 4 NCCL ranks
     "faults": (_of("ranks", "check_faults"), 50),  # a rank that stays away
     "torch": (_of("frameworks", "torch_checks"), 50),  # tensors, streams and graphs of PyTorch, and its NCCL
+    "ranks": (_of("ranks", "check_all"), 120),  # 2 to 4 NCCL ranks
+    "sanitizer": (_of("sanitizer", "one_case_each"), 60),  # memcheck and racecheck
+    "staged": (_of("staged", "all_checks"), 50),  # transfers through pinned memory and a host transport
     "jax": (_of("frameworks", "jax_checks"), 50),  # arrays of JAX
-    "large": (_of("large", "check"), 60),  # more than 2^31 elements
-    "memcheck": (_of("sanitizer", "memcheck"), 190),
-    "racecheck": (_of("sanitizer", "racecheck"), 190),
-    "driver": (_of("triage", "driver"), 30),
-    "codecs": (_of("triage", "codecs"), 70),
-    "nccl": (_of("triage", "nccl"), 50),
-    "rates": (_of("triage", "rates"), 40),
-    "sanitizer": (_of("sanitizer", "one_case_each"), 60),
 }
-#: A machine may be available for ten minutes at a time only. So the limits of a run's sections are six and a half
-#: minutes together, and those of the triage five.
-RUNS = {
-    "1": ("kernels", "streams", "graphs", "dispatch", "overlap", "bandwidth"),
-    "2": ("staged", "ranks", "faults", "torch", "jax", "large"),
-    "3": ("memcheck", "racecheck"),
-    "triage": ("driver", "codecs", "nccl", "rates", "sanitizer"),
-}
+_SECOND = list(SECTIONS).index("bandwidth")
+FIRST, SECOND = list(SECTIONS)[:_SECOND], list(SECTIONS)[_SECOND:]
+#: seconds of a call, unless --limit says how many are left
+CALL_SECONDS = {"first": 420.0, "second": 600.0}
+#: a call ends where one of these fails, because no later section can pass then
+DECISIVE = ("driver", "codecs")
 #: a machine without compute-sanitizer is good enough
 OPTIONAL = ("sanitizer",)
-#: the sections that must pass; those of the triage ask less of the same
-REQUIRED = [name for name in SECTIONS if name not in RUNS["triage"]]
-RUN_SECONDS, TRIAGE_SECONDS = 380, 300
+REQUIRED = [name for name in SECTIONS if name not in OPTIONAL]
 
 
 def run_section(name: str) -> dict[str, Any]:
@@ -106,18 +104,21 @@ def _rounded(figures: Any) -> Any:
     return json.loads(json.dumps(figures), parse_float=lambda text: float(f"{float(text):.4g}"))
 
 
-def run_apart(name: str, logs: Path) -> dict[str, Any]:
-    """One section in a separate process, which is ended with all its children.
+def run_apart(
+    name: str, logs: Path, limit: float, keep: Callable[[dict[str, Any]], object] = lambda _: None
+) -> dict[str, Any]:
+    """One section in a separate process, which is ended with all its children after ``limit`` seconds.
 
     ``logs`` gets a file with all that it says, and NCCL's own files, unless the environment tells NCCL otherwise.
+    ``keep`` gets the figures of each part when the section tells it, in case that this process is ended, too.
     """
-    limit, begin = SECTIONS[name][1], time.monotonic()
+    begin, in_time = time.monotonic(), True
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{name}.txt"
     nccl = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(logs / f"{name}-nccl.%h.%p.txt")}
     places = (ROOT, *(ROOT / "tests" / name for name in ("support", "cuda", "gpu")), os.environ.get("PYTHONPATH"))
     environment = nccl | os.environ | {"PYTHONPATH": os.pathsep.join(str(place) for place in places if place)}
-    command, in_time = [sys.executable, str(Path(__file__)), "--inside", name, str(limit)], True
+    command, seen = [sys.executable, str(PROGRAM), "--inside", name, str(limit)], dict[str, Any]()
     with contextlib.ExitStack() as end:
         file = end.enter_context(log.open("w"))
         with _sigterm_later():  # inside Popen() it would leave a process that nothing ends
@@ -125,10 +126,12 @@ def run_apart(name: str, logs: Path) -> dict[str, Any]:
                 command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
             end.callback(_kill_group, process.pid)
-        try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            in_time = False
+        while process.poll() is None and in_time:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK_SECONDS)
+            if (parts := _read(log)[1]) != seen:
+                keep(seen := parts)
+            in_time = time.monotonic() < begin + limit
     with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may keep it from ending: the next sections run
         process.wait(_KILL_SECONDS)
     result, parts, said = _read(log)
@@ -141,8 +144,8 @@ def run_apart(name: str, logs: Path) -> dict[str, Any]:
         result["seconds"] = round(time.monotonic() - begin, 2)
     if result["status"] == "failed":
         print(said[-_MOST_PRINTED:], file=sys.stderr)
-        if parts or "figures" in result:
-            result["figures"] = parts | result.get("figures", {})
+    if parts or "figures" in result:
+        result["figures"] = parts | result.get("figures", {})
     return result
 
 
@@ -183,30 +186,45 @@ def _sigterm_later() -> Iterator[None]:
 def description() -> dict[str, Any]:
     """What the results file says of qccl, the machine and the packages."""
     machine = {"cpu_count": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
-    machine["gpus"] = libraries.device_names()
-    machine["nccl"] = libraries.nccl_version()
+    machine |= {"gpus": libraries.device_names(), "nvidia_smi": _nvidia_smi()}
     runtime = libraries.cuda_libraries().runtime
     machine["cuda_driver"], machine["cuda_runtime"] = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     names = ("cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
-    names += ("torch", "jax")
+    names += ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc", "torch", "jax")
     return {
         "what": "scripts/gpu-check",
         "qccl": qccl.__version__,
         "commit": commit(),
-        "machine": machine,
+        "machine": machine | {"libraries": libraries.part_versions()},
         "packages": {name: version for name in names if (version := _version(name)) is not None},
     }
 
 
+def _nvidia_smi() -> list[str]:
+    """A line for each GPU, with the driver, memory and clocks; none where the program is missing."""
+    asked = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,pstate"
+    command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+    if shutil.which(command[0]) is None:
+        return []
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError) as error:
+        return [str(error)]
+
+
 def document(about: dict[str, Any], sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The content of the results file; it has passed when every required section has, and none has failed."""
-    lacking = [name for name in REQUIRED if name not in sections]
-    failed = [name for name, each in sections.items() if each["status"] == "failed"]
+    failed = [name for name, each in sections.items() if each["status"] in ("failed", "unfinished")]
     return about | {
-        "passed": not lacking and not failed and all(sections[name]["status"] == "passed" for name in REQUIRED),
-        "not_run": lacking,
+        "passed": not failed and not lacking(sections, REQUIRED),
+        "not_run": [name for name in REQUIRED if name not in sections],
         "sections": {name: sections[name] for name in SECTIONS if name in sections},
     }
+
+
+def lacking(sections: dict[str, dict[str, Any]], names: Sequence[str]) -> list[str]:
+    """Those of the sections that have not passed."""
+    return [name for name in names if sections.get(name, {}).get("status") != "passed"]
 
 
 def _version(package: str) -> str | None:
@@ -229,39 +247,54 @@ def commit() -> str:
     return run.stdout.strip()
 
 
-def stem(names: Sequence[str]) -> str:
-    """The GPU's name, as the names of its results files begin."""
-    return re.sub(r"[^a-z0-9]+", "-", names[0].lower()).strip("-")
+class Results:
+    """The results file, docs/results/<gpu>-<date>-<commit>.json unless ``folder`` is another place.
 
+    It has the sections of earlier calls for the same commit on the same GPU, which are in either folder.
 
-def default_output(names: Sequence[str], now: datetime) -> Path:
-    """docs/results/<gpu>-<date>.json"""
-    return ROOT / "docs" / "results" / f"{stem(names)}-{now:%Y-%m-%d}.json"
+    Attributes:
+        sections: their results, by name.
+        left: the sections of the first call that had not passed in the last call on this GPU, for whichever commit.
+    """
 
+    def __init__(self, about: dict[str, Any], folder: Path | None) -> None:
+        self._about, self.sections = about, dict[str, dict[str, Any]]()
+        stem = re.sub(r"[^a-z0-9]+", "-", about["machine"]["gpus"][0].lower()).strip("-")
+        commit = re.sub(r"^(\w{8})\w*", r"\1", about["commit"])  # it may end in -dirty
+        places, last = [ROOT / "docs" / "results", *([folder] if folder else [])], ("", dict[str, Any]())
+        path = places[-1] / f"{stem}-{datetime.now(UTC):%Y-%m-%d}-{commit}.json"
+        for found in (each for place in places for each in sorted(place.glob(f"{stem}-*.json"))):
+            content = json.loads(found.read_text(encoding="utf-8"))
+            if content["machine"]["gpus"] == about["machine"]["gpus"]:
+                last = max(last, (content["date"], content["sections"]), key=lambda each: each[0])
+                if content["commit"] == about["commit"]:
+                    self.sections |= content["sections"]
+                    path = places[-1] / found.name
+        self.path, self.logs, self.left = path, path.with_name(f"{path.stem}-logs"), lacking(last[1], FIRST)
 
-def earlier(about: dict[str, Any], paths: Sequence[Path]) -> tuple[dict[str, dict[str, Any]], Path | None]:
-    """The sections in those results files that are of the same commit and GPU, and the last of the files."""
-    found, last = {}, None
-    for path in paths:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if content.get("commit") == about["commit"] and content["machine"]["gpus"] == about["machine"]["gpus"]:
-            found, last = found | content["sections"], path
-    return found, last
+    def keep(self, name: str, result: dict[str, Any]) -> None:
+        """Write a section's result; a call that is killed leaves the old file or the new one."""
+        now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+        self.sections[name] = result | {"date": now}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        text = json.dumps(document(self._about | {"date": now}, self.sections), indent=1)
+        part.write_text(text + "\n", encoding="utf-8")
+        part.replace(self.path)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the requested sections, write the file, and print the outcome."""
     parser = argparse.ArgumentParser(prog="scripts/gpu-check", description=__doc__)
-    parser.add_argument(
-        "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)} (all but the triage's)"
-    )
-    parser.add_argument("--run", choices=RUNS, help="triage: the most decisive checks; 1 to 3: all others")
-    parser.add_argument("-o", "--output", type=Path, help="the results file (docs/results/<gpu>-<date>.json)")
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)} (all)")
+    parser.add_argument("--run", choices=CALL_SECONDS, help="the first or the second of two short calls")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="start no section that would end later")
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="for the results (docs/results)")
     parser.add_argument("--list", action="store_true", help="print the sections with their limits, and run nothing")
     parser.add_argument("--inside", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.list:
-        for run, names in RUNS.items():
+        for run, names in (("first", FIRST), ("second", SECOND)):
             print(f"--run {run}: " + ", ".join(f"{name} ({SECTIONS[name][1]:.0f} s)" for name in names))
         return 0
     if given.inside is not None:
@@ -274,47 +307,44 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"there is no section {', '.join(unknown)}; the sections are {', '.join(SECTIONS)}")
     if given.sections and given.run:
         parser.error("give either --run or names of sections, not both")
-    lacking = libraries.missing()
-    if lacking:
-        print(f"gpu-check: nothing can be checked here: {'; '.join(lacking)}", file=sys.stderr)
+    if missing := libraries.missing():
+        print(f"gpu-check: nothing can be checked here: {'; '.join(missing)}", file=sys.stderr)
         return 1
     about = description()
     if not about["commit"]:
         parser.error(f"{ROOT} is no git checkout: set QCCL_COMMIT to the commit, under which the results are kept")
     try:
-        importlib.import_module("qccl._host")
+        extension = importlib.import_module("qccl._host").__file__
     except ImportError as error:
         where = "run scripts/install, or carry a built extension (docs/cuda.md)"
         print(f"gpu-check: qccl's extension cannot be imported ({error}): {where}", file=sys.stderr)
         return 1
-    return check(about, given.sections or RUNS.get(given.run) or REQUIRED, given.output)
+    print(json.dumps(about | {"extension": extension}), flush=True)
+    results = Results(about, given.output)
+    names = given.sections or (FIRST if given.run == "first" else list(SECTIONS))
+    if given.run == "second":
+        names = list(dict.fromkeys([*(results.left or OPTIONAL), *SECOND]))
+    return check(results, names, given.limit or CALL_SECONDS.get(given.run, float("inf")), bool(given.run))
 
 
-def check(about: dict[str, Any], names: Sequence[str], output: Path | None) -> int:
-    """Run sections, and write and print each result at once, because the machine may be taken away."""
-    default = default_output(about["machine"]["gpus"], datetime.now(UTC))
-    beside = sorted(default.parent.glob(f"{stem(about['machine']['gpus'])}-*.json"))
-    found, last = earlier(about, [*beside, *([output] if output else [])])
-    output = output or last or default
+def check(results: Results, names: Sequence[str], seconds: float, is_call: bool) -> int:
+    """Run what fits into so many seconds; write and print each result at once: the machine may be taken away."""
+    end, done, stopped = time.monotonic() + seconds, dict[str, dict[str, Any]](), False
     for name in names:
-        found[name] = run_apart(name, output.with_name(f"{output.stem}-logs")) | {
-            "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        }
-        write(output, document(about, found))
-        print(_lines(name, found[name]), flush=True)
-    print(f"wrote {output}", flush=True)
-    good = {name: ("passed", "not run") if name in OPTIONAL else ("passed",) for name in names}
-    bad = [name for name in names if found[name]["status"] not in good[name]]
-    if tuple(names) == RUNS["triage"]:
-        print(verdict(bad, found), flush=True)
-    return 1 if bad else 0
-
-
-def verdict(bad: Sequence[str], sections: dict[str, dict[str, Any]]) -> str:
-    """A line on the triage: the first section that did not pass, or what comes next."""
-    if bad:
-        return f"verdict: not usable yet: {bad[0]}: {sections[bad[0]].get('reason', '')[:_MOST_PRINTED]}"
-    return "verdict: usable: the kernels' bytes are the host's, and NCCL's ranks agree; go on with --run 1, 2, 3"
+        limit, left = SECTIONS[name][1], end - time.monotonic()
+        if left < _NEEDED * limit or stopped:
+            continue
+        keep = lambda figures, name=name: results.keep(name, {"status": "unfinished", "figures": figures})  # noqa: E731
+        keep({})
+        done[name] = run_apart(name, results.logs, min(limit, left), keep)
+        results.keep(name, done[name])
+        print(_lines(name, done[name]), flush=True)
+        stopped = is_call and name in DECISIVE and done[name]["status"] != "passed"
+    print(f"wrote {results.path}", flush=True)
+    bad = [name for name in lacking(done, list(done)) if name not in OPTIONAL or done[name]["status"] != "not run"]
+    rest = [name for name in names if name not in done]
+    print(f"to mend: {', '.join(bad) or 'nothing'}; not started: {', '.join(rest) or 'none'}", flush=True)
+    return 1 if bad or rest else 0
 
 
 def _lines(name: str, result: dict[str, Any]) -> str:
@@ -324,14 +354,11 @@ def _lines(name: str, result: dict[str, Any]) -> str:
     return f"{text}\n    {json.dumps(result['figures'])}" if "figures" in result else text
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Write the results file; a run that is killed leaves the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+def program() -> int:
+    """main() with the command's arguments, whose section ends with it at a SIGTERM, as by timeout(1)."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    return main(sys.argv[1:])
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the section's process ends, too
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(program())

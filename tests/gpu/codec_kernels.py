@@ -1,8 +1,7 @@
 """The device's kernels against the host's, byte for byte: the cases of tests/cuda, whose kernels its PTX machine runs.
 
-``python codec_kernels.py N`` runs every N-th case, but none with many elements, and ``only N`` that case; it exits with
-1 where bytes differ. ``overrun`` and ``race`` make a mistake, which compute-sanitizer must find. ``cases N,N`` runs
-cases and says of each, when it has ended, how it went.
+``python codec_kernels.py N,N`` runs cases and says of each, when it has ended, how it went. It exits with 1 where bytes
+differ. ``overrun`` and ``race`` make a mistake, which compute-sanitizer must find; so it needs ``unpooled`` memory.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from qccl.cuda.source import Launch
 
 #: the first of them are CASES, which have no state
 EVERY: tuple[AnyCase, ...] = (*CASES, *STATE_CASES, *COMMITS)
-#: elements of an operation in the cases that run under a sanitizer, which makes kernels slow
-_FEW = 9000
 #: what a process says of a case: the operations that were compared, and the difference
 _ENDED = re.compile(r"ended (\d+) ?(.*)")
 #: so many processes may end early
@@ -92,7 +89,7 @@ def check_apart(numbers: Sequence[int] = range(len(EVERY))) -> dict[str, Any]:
     left, failed = list(numbers), dict[int, str]()
     compared = deaths = 0
     while left and deaths < _DEATHS:
-        command = [sys.executable, __file__, "cases", ",".join(map(str, left))]
+        command = [sys.executable, __file__, ",".join(map(str, left))]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:
@@ -132,26 +129,19 @@ def plant(mistake: str) -> None:
     cuda_libraries().runtime.deviceSynchronize()
 
 
-def main() -> int:
+def main(what: str, memory: str = "pooled") -> int:
     """What the module's text says."""
-    if sys.argv[1] == "cases":
-        for operations, found in check([EVERY[int(number)] for number in sys.argv[2].split(",")]):
-            print(f"ended {operations} {found}", flush=True)
+    if memory == "unpooled":  # then memory beside an array is unallocated
+        cuda_libraries().cupy.cuda.set_allocator(None)
+    if what in ("overrun", "race"):
+        plant(what)
         return 0
-    cuda_libraries().cupy.cuda.set_allocator(None)  # no pool, so that memory beside an array is unallocated
-    match sys.argv[1:]:
-        case ["only", number]:
-            chosen = [EVERY[int(number)]]
-        case [step] if step.isdecimal():
-            chosen = [case for case in EVERY[:: int(step)] if max(getattr(case, "counts", [0])) < _FEW]
-        case [mistake]:
-            plant(mistake)
-            return 0
-    found = list(check(chosen))
-    differences = [text for _, text in found if text]
-    print(f"{sum(compared for compared, _ in found)} operations compared", *differences, sep="\n")
-    return 1 if differences else 0
+    status = 0
+    for operations, found in check([EVERY[int(number)] for number in what.split(",")]):
+        print(f"ended {operations} {found}", flush=True)
+        status |= bool(found)
+    return status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -1,6 +1,7 @@
-"""NCCL ranks, one process each: right bytes on every rank, graphs, faults and rates.
+"""NCCL ranks, one process each: right bytes on every rank, graphs and faults.
 
-Each rank has a GPU of its own where there are enough. Otherwise they share one, over sockets.
+Each rank has a GPU of its own where there are enough. Otherwise they share one, over sockets. They then take turns on
+it, so their times mean nothing, and none is measured (``qccl-bench --backend cuda`` measures ranks).
 
 ``python ranks.py`` is one rank (of those that a launcher's variables announce); it writes what it found as JSON.
 """
@@ -9,12 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 from device import DeviceArray
 from kernel_calls import hard_values
+from plain_ranks import free_ports, torch_variables
 from reports import each_of, stacks_before
 
 import qccl
@@ -32,9 +32,6 @@ ALONE = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "
 _SECONDS = 29.0
 #: the deadline of a call whose peer stays away, and how long it does, in seconds
 TIMEOUT, AWAY = 3.0, 8.0
-
-#: of the all-reduce whose rate is measured
-RATE_NBYTES, _REPEATS = 64 << 20, 5
 
 #: the arguments of the calls, with the count last
 CALLS: tuple[tuple[dict[str, Any], str, int], ...] = (
@@ -90,7 +87,7 @@ def check(size: int) -> dict[str, Any]:
             assert mine == wanted, f"rank {rank} of {size}: {CALLS[number]} differs from the host's bytes"
         assert report["graph"] == expected[0], f"rank {rank} of {size}: the replay of a graph differs"
         assert report["split"] == [size - 1 - rank, size], f"rank {rank} of {size}: split gave {report['split']}"
-    return {key: [r[key] for r in reports] for key in ("gpu", "gb_per_s", "dispatch_us", "replay_us")}
+    return {key: [report[key] for report in reports] for key in ("gpu", "seconds")}
 
 
 def check_faults() -> dict[str, Any]:
@@ -108,19 +105,14 @@ def check_faults() -> dict[str, Any]:
 
 def _start(size: int, what: str) -> tuple[list[dict[str, Any]], list[int]]:
     """All ranks' reports and exit statuses."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    processes, is_shared = [], libraries.device_count() < size
+    port, processes = free_ports(1)[0], []
     for rank in range(size):
-        variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "QCCL_PORT": port}
-        if is_shared:
+        place = torch_variables(rank, size, port) | {"QCCL_PORT": str(port)}
+        if libraries.device_count() < size:
             place |= ALONE | {"NCCL_HOSTID": f"rank{rank}"}
-        environment = os.environ | place | {k: str(v) for k, v in variables.items()}
         command = [sys.executable, str(Path(__file__)), what]
         processes.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(command, env=os.environ | place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
     deadline = time.monotonic() + _SECONDS
     with ThreadPoolExecutor(size) as pool:  # reads the outputs at the same time, so that no rank blocks
@@ -150,10 +142,10 @@ def _use_device() -> None:
 
 
 def _calls() -> dict[str, Any]:
-    from calls import _captured, _host_seconds
+    from calls import _captured
 
     gpu = libraries.cuda_libraries()
-    stream, device = gpu.cupy.cuda.Stream(non_blocking=True), gpu.runtime.getDevice()
+    stream, device, begin = gpu.cupy.cuda.Stream(non_blocking=True), gpu.runtime.getDevice(), time.monotonic()
     with qccl.init(backend="cuda", device=device, timeout=60.0) as comm:
         digests = []
         for number, (arguments, dtype, _) in enumerate(CALLS):
@@ -178,38 +170,8 @@ def _calls() -> dict[str, Any]:
         assert (y.get() == comm.size).all()
         split = [sub.rank, sub.size]
         sub.close()
-        times = _dispatch(comm, stream, _captured, _host_seconds) | _rate(comm, stream)
-    return {"gpu": device, "digests": digests, "graph": replayed, "split": split, **times}
-
-
-def _dispatch(comm: qccl.Communicator, stream: Any, captured: Any, host_seconds: Any) -> dict[str, float]:
-    """The host's time for a call of 1 MiB. The ranks take turns on the GPU, so its own time means nothing."""
-    x = DeviceArray(np.zeros((1 << 20) // 4, np.float32))
-    plan = comm.plan("allreduce", (1 << 20) // 4, "float32", codec="minmax8").bind(x)
-
-    def call() -> None:
-        plan.start(stream=stream).wait()
-
-    graph = captured(stream, comm, call)
-    return {
-        "dispatch_us": 1e6 * host_seconds(call, comm, stream, 30, 5),
-        "replay_us": 1e6 * host_seconds(lambda: graph.launch(stream), comm, stream, 30, 5),
-    }
-
-
-def _rate(comm: qccl.Communicator, stream: Any) -> dict[str, Any]:
-    """Bytes of values per second of an all-reduce."""
-    x = DeviceArray(np.zeros(RATE_NBYTES // 4, np.float32))
-    plan = comm.plan("allreduce", RATE_NBYTES // 4, "float32", codec="minmax8").bind(x)
-    plan.start(stream=stream).wait()
-    comm.check(stream.ptr)
-    comm.barrier()
-    begin = time.monotonic()
-    for _ in range(_REPEATS):
-        plan.start(stream=stream).wait()
-    comm.check(stream.ptr)
-    rate = _REPEATS * RATE_NBYTES / (time.monotonic() - begin)
-    return {"gb_per_s": rate / 1e9}
+    seconds = time.monotonic() - begin
+    return {"gpu": device, "digests": digests, "graph": replayed, "split": split, "seconds": seconds}
 
 
 def _faults() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The first minutes with a GPU: whether qccl works on it at all, the most decisive questions first.
 
-Each function is a section of ``scripts/gpu-check --run triage``.
+Each function is a section of gpu-check's first call.
 """
 
 from __future__ import annotations
@@ -67,10 +67,3 @@ def nccl() -> dict[str, Any]:
     assert np.array_equal(target.get(), values), "NCCL's all-reduce of one rank is no copy"
     comm.destroy()
     return {"one rank": "its values", "two ranks": ranks.check(2)}
-
-
-def rates() -> dict[str, Any]:
-    """The rate of a copy, and of two kernels."""
-    from bandwidth import first_figures
-
-    return first_figures()

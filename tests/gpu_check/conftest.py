@@ -1,4 +1,4 @@
-"""gpu-check's modules, which lie in tests/gpu."""
+"""gpu-check's modules, which lie in tests/gpu, and its fake."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-MODULES = Path(__file__).parents[1] / "gpu"
+PLACES = (Path(__file__).parents[1] / "gpu", Path(__file__).parent)
 
 
 @pytest.fixture(autouse=True)
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The modules, imported for one test only: their names are common words."""
     before = set(sys.modules)
-    monkeypatch.syspath_prepend(MODULES)
+    for place in PLACES:
+        monkeypatch.syspath_prepend(place)
     yield
-    for name in {path.stem for path in MODULES.glob("*.py")} - before:
+    for name in {path.stem for place in PLACES for path in place.glob("*.py")} - before:
         sys.modules.pop(name, None)

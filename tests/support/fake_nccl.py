@@ -70,7 +70,7 @@ class NcclCommunicator:
         self._transfer(1, (peer, self._rank), address, count, datatype, stream)
 
     def _transfer(self, side: int, pair: tuple[int, int], address: int, count: int, datatype: int, stream: int) -> None:
-        assert datatype == 1 and pair[0] != pair[1]
+        assert datatype == 1 and (pair[0] != pair[1] or self._meeting.size == 1)
         group = self._world.local.group
         assert group is not None, "a transfer outside a group"
         group.append((self._meeting, stream, side, pair, address, count, self._rank))
