@@ -37,7 +37,6 @@ from qccl.cuda.libraries import (
     hardware_of,
     on_device,
     pick_device,
-    record,
     wait_for,
 )
 from qccl.cuda.nccl_id import ID_NBYTES, agreed_id, broadcast_note
@@ -49,7 +48,8 @@ from qccl.transports.topology import find_topology, machine
 
 __all__ = ["NcclTransport"]
 
-_ABORT_SECONDS = 5.0
+#: how long a rank waits for ncclCommAbort, and for ncclCommDestroy
+_ABORT_SECONDS = _DESTROY_SECONDS = 5.0
 _IN_PROGRESS = 7
 _ALIGNMENT = 64
 
@@ -218,15 +218,19 @@ class NcclTransport(DeviceTransport):
             bounded(None, _ABORT_SECONDS, "abort", self.comm.abort)
 
     def close(self) -> None:
-        """Release the communicator. NCCL waits until all CUDA graphs with its transfers are deleted."""
+        """Release the communicator.
+
+        NCCL waits until all ranks of the machine come, and until all CUDA graphs with its transfers are deleted. After
+        5 s its thread is left to that: to abort the communicator, too, would free it twice.
+        """
         if not self._leave():
             return
         try:
-            bounded(self.device, self._timeout, "the end of the communicator", self.comm.destroy)
-        except QcclError as error:  # NCCL will free it; to abort it as well would free it twice
+            bounded(self.device, _DESTROY_SECONDS, "the end of the communicator", self.comm.destroy)
+        except QcclError as error:
             warnings.warn(
-                f"NCCL did not end a communicator ({error}); it waits for CUDA graphs that hold its calls: delete "
-                f"them before close()",
+                f"NCCL has not ended a communicator ({error}): it waits for ranks of this machine that have not closed "
+                f"it, and for CUDA graphs that hold its calls; close it on all ranks, and delete graphs before",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -271,7 +275,7 @@ class NcclTransport(DeviceTransport):
 
     def _finish(self, deadline: Deadline) -> None:
         """Wait until the stream has done all its work."""
-        record(self._event.ptr, self.stream)
+        cuda_libraries().runtime.eventRecord(self._event.ptr, self.stream)
         wait_for(self._event.ptr, deadline, "a collective of the set-up", self.check)
         self._check_alive()  # aborted work counts as done, too
 

@@ -234,7 +234,8 @@ def test_a_communicator_that_does_not_end(world, cupy, monkeypatch):
     """NCCL waits for graphs; it is told from where, and not aborted as well, which would free it twice."""
     release = threading.Event()
     monkeypatch.setattr(fake_cuda.NcclCommunicator, "destroy", lambda self: release.wait(60))
-    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=0.2)
+    monkeypatch.setattr(importlib.import_module("qccl.cuda.nccl"), "_DESTROY_SECONDS", 0.2)
+    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0)
     with pytest.warns(RuntimeWarning, match="graphs"):
         comm.close()
     assert not any(call[0] == "abort" for call in world.calls)
@@ -335,3 +336,24 @@ def test_a_call_that_cannot_be_captured_changes_nothing(comm, cupy):
     assert comm.calls == calls
     comm.quantized_allreduce(x, out, nonfinite="error")
     comm.check()
+
+
+def test_close_leaves_a_destroy_that_waits_for_a_rank_to_a_thread(world, cupy, monkeypatch):
+    """ncclCommDestroy waits for the other ranks of the machine."""
+    monkeypatch.setattr(importlib.import_module("qccl.cuda.nccl"), "_DESTROY_SECONDS", 0.2)
+    world.destroy_waits, closed = True, threading.Event()
+
+    def run(comm):
+        summed(comm)
+        if comm.rank == 1:
+            assert closed.wait(patience.Limit(60).left())
+            return 0.0
+        begin = time.monotonic()
+        with pytest.warns(RuntimeWarning, match="has not ended a communicator .* close it on all ranks"):
+            comm.close()
+        seconds = time.monotonic() - begin
+        closed.set()
+        return seconds
+
+    assert max(ranks(2, run, timeout=60.0)) < patience.Limit(20).left()
+    assert not fake_cuda.remaining_threads(world)  # the thread ends when the other rank comes
