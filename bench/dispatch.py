@@ -106,10 +106,10 @@ def _silence(cupy: Any) -> None:
 
     cupy.cuda.driver.launchKernel = launchKernel
     bindings = sys.modules["cuda.bindings.driver"]
-    _replace(cupy.cuda.runtime, None, "streamWaitEvent", "memsetAsync", "setDevice")
+    _replace(cupy.cuda.runtime, None, "eventRecord", "streamWaitEvent", "memsetAsync", "setDevice")
     _replace(cupy.cuda.runtime, 0, "getDevice", "streamIsCapturing")
     _replace(cupy.cuda.nccl, None, "groupStart", "groupEnd")
-    _replace(bindings, (0,), "cuEventRecord", "cuEventQuery")
+    _replace(bindings, (0,), "cuEventQuery")
     _replace(bindings, (0, 0), "cuThreadExchangeStreamCaptureMode")
 
 

@@ -31,7 +31,7 @@ from qccl.chunks import GPU
 from qccl.cuda import source as cuda_source
 from qccl.cuda.consistency import Consistency
 from qccl.cuda.device import Device
-from qccl.cuda.libraries import as_qccl_error, cuda_libraries, on_device, record, translated, wait_for
+from qccl.cuda.libraries import as_qccl_error, cuda_libraries, on_device, translated, wait_for
 from qccl.cuda.program import CudaProgram
 from qccl.cuda.proxy import HostProxy
 from qccl.cuda.rig import CudaRig
@@ -224,7 +224,7 @@ class CudaEngine:
     def _wait_for_stream(self, stream: int, deadline: Deadline) -> None:
         event = self.device.take_event()
         with translated, on_device(self.device.number):
-            record(event.ptr, stream)
+            cuda_libraries().runtime.eventRecord(event.ptr, stream)
             try:
                 wait_for(event.ptr, deadline, "the stream", self._check_usable)
             except CollectiveTimeout as error:

@@ -4,8 +4,6 @@ NCCL and CUDA may wait in such calls until the GPU has ended its work. Python's 
 thread makes an object, also in the watchdog of another communicator. That one would then not end a call that hangs, and
 for which the freeing waits. So whoever finds that nothing refers to an object any more only passes it on to this
 thread.
-
-CuPy does not give up the interpreter while it destroys streams and events.
 """
 
 from __future__ import annotations

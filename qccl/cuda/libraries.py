@@ -24,12 +24,12 @@ __all__ = [
     *("COMPUTE_PRIORITY", "DEVICE_TO_HOST", "HOST_TO_DEVICE", "LAUNCH_ORDER", "NOT_READY", "ON_DEVICE"),
     *("TRANSFER_PRIORITY", "Gpu", "as_qccl_error", "bounded", "check_status", "cuda_libraries", "device_count"),
     *("device_names", "event_status", "hardware_of", "missing", "nccl_version", "no_room", "on_device"),
-    *("part_versions", "pick_device", "raise_translated", "record", "relaxed", "stream_status", "translated"),
+    *("part_versions", "pick_device", "raise_translated", "relaxed", "stream_status", "translated"),
     "wait_for",
 ]
 
 #: oldest versions that work
-CUPY_VERSION = 14
+CUPY_VERSION = 14, 1  # before, CuPy kept the interpreter while it recorded an event in a full queue
 NCCL_VERSION = 21800
 
 #: cudaMemcpyKind
@@ -79,8 +79,8 @@ def missing() -> list[str]:
         import cupy
     except Exception as error:  # also what a half-installed CuPy raises
         return [f"CuPy cannot be imported ({_reason(error)}); install qccl[cuda12] or qccl[cuda13]"]
-    if int(cupy.__version__.split(".")[0]) < CUPY_VERSION:
-        lacking.append(f"CuPy is {cupy.__version__}, and {CUPY_VERSION} or newer is needed")
+    if tuple(map(int, cupy.__version__.split(".")[:2])) < CUPY_VERSION:
+        lacking.append(f"CuPy is {cupy.__version__}, and {'.'.join(map(str, CUPY_VERSION))} or newer is needed")
     lacking += _missing_nvrtc() + _missing_nccl()
     try:
         import cuda.bindings.driver  # noqa: F401
@@ -310,13 +310,6 @@ def check_status(answer: tuple[Any]) -> None:
     (status,) = answer
     if status:
         raise cuda_libraries().driver.CUDADriverError(int(status))
-
-
-def record(event: int, stream: int) -> None:
-    """Record an event. Other threads can run while the stream's queue is full; CuPy's eventRecord stops them all."""
-    answer = cuda_libraries().bindings.cuEventRecord(event, stream)
-    if answer[0]:
-        check_status(answer)
 
 
 def event_status(event: int) -> int:

@@ -18,7 +18,7 @@ from qccl.cuda import source as cuda_source
 from qccl.cuda.addresses import Addresses
 from qccl.cuda.device import Device
 from qccl.cuda.kernels import kernels
-from qccl.cuda.libraries import cuda_libraries, record
+from qccl.cuda.libraries import cuda_libraries
 from qccl.cuda.proxy import HostProxy
 from qccl.cuda.run import CudaRun
 from qccl.cuda.source import Launch
@@ -129,7 +129,7 @@ class CudaProgram:
         """Order the next run after the present work of ``streams``."""
         runtime, arrival, home = cuda_libraries().runtime, self._arrival.ptr, queues[HOME]
         for stream in streams:
-            record(arrival, stream)
+            runtime.eventRecord(arrival, stream)
             runtime.streamWaitEvent(home, arrival)
 
     def enqueue(
@@ -153,7 +153,7 @@ class CudaProgram:
         calls = self._traced_calls(queues, run, trace) if trace is not None else self._calls_on(queues, run.captured)
         for function, arguments in calls:
             function(*arguments)
-        record(run.event.ptr, queues[HOME])
+        cuda_libraries().runtime.eventRecord(run.event.ptr, queues[HOME])
 
     # -- the calls of a run ------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class CudaProgram:
         waits: list[Call] = [(runtime.streamWaitEvent, (stream, self._events[w].ptr)) for w in task.waits]
         done: list[Call] = []
         if task.records and number < len(self._tasks) - 1:
-            done.append((record, (self._events[number].ptr, stream)))
+            done.append((runtime.eventRecord, (self._events[number].ptr, stream)))
         return waits, self._work(number, stream), done
 
     def _work(self, number: int, stream: int) -> list[Call]:
@@ -218,7 +218,7 @@ class CudaProgram:
     def _traced_calls(self, queues: Mapping[Queue, int], run: CudaRun, trace: list[TraceEvent]) -> list[Call]:
         """The same calls, with an event before and after each task; ``trace`` is filled when the run is done."""
         gpu = cuda_libraries()
-        begin, now = gpu.cupy.cuda.Event(), time.perf_counter()
+        record, begin, now = gpu.runtime.eventRecord, gpu.cupy.cuda.Event(), time.perf_counter()
         calls: list[Call] = [(record, (begin.ptr, queues[HOME]))]
         events = []
         for s, task in enumerate(self._tasks):

@@ -20,7 +20,6 @@ from qccl.cuda.libraries import (
     cuda_libraries,
     no_room,
     on_device,
-    record,
     translated,
 )
 from qccl.cuda.workspace import RESERVED_NBYTES
@@ -81,15 +80,15 @@ class CudaRig:
 
     def seconds(self, call: Callable[[], object], times: int) -> float:
         """See Rig. The calls follow each other on the stream."""
-        stream = self.streams[0]
+        stream, runtime = self.streams[0], cuda_libraries().runtime
         with translated, self._device.current():
-            record(self._before.ptr, stream)
+            runtime.eventRecord(self._before.ptr, stream)
             for _ in range(times):
                 call()
-            record(self._after.ptr, stream)
+            runtime.eventRecord(self._after.ptr, stream)
         self._wait(stream)
         with translated:
-            elapsed = float(cuda_libraries().runtime.eventElapsedTime(self._before.ptr, self._after.ptr))
+            elapsed = float(runtime.eventElapsedTime(self._before.ptr, self._after.ptr))
         return elapsed / _TO_MILLISECONDS / times
 
 

@@ -249,7 +249,7 @@ def test_what_is_missing_is_named(world):
         assert libraries.missing() == []
         assert libraries.device_count() == fake_cuda.DEVICES
         assert libraries.nccl_version() == "2.28.0"
-        monkeypatch.setattr(cupy, "__version__", "13.6.0")
+        monkeypatch.setattr(cupy, "__version__", "14.0.1")
         monkeypatch.setattr(cupy.cuda.nccl, "get_version", lambda: 21705)
         monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
 
@@ -258,7 +258,12 @@ def test_what_is_missing_is_named(world):
 
         monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", no_driver)
         lacking = " | ".join(libraries.missing())
-        for part in ("CuPy is 13.6.0", "NCCL is 2.17", "cuda-python cannot be imported", "no CUDA driver"):
+        for part in (
+            "CuPy is 14.0.1, and 14.1 or newer",
+            "NCCL is 2.17",
+            "cuda-python cannot be imported",
+            "no CUDA driver",
+        ):
             assert part in lacking
         monkeypatch.setattr(cupy.cuda.nccl, "available", False)
         monkeypatch.setattr(cupy.cuda.nvrtc, "getVersion", no_driver)
@@ -282,7 +287,7 @@ def test_the_reason_of_a_cupy_that_cannot_be_imported_is_one_line(monkeypatch, t
 
 def test_the_version_of_each_part_is_told(cupy, monkeypatch):
     found = libraries.part_versions()
-    assert {"CuPy": "14.0.0", "NCCL": "2.28.0", "NVRTC": "12.9", "driver for CUDA": "13.0"}.items() <= found.items()
+    assert {"CuPy": "14.1.0", "NCCL": "2.28.0", "NVRTC": "12.9", "driver for CUDA": "13.0"}.items() <= found.items()
 
     def is_missing():
         raise RuntimeError("no such file")

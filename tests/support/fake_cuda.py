@@ -98,15 +98,6 @@ class _Result(IntEnum):
     CUDA_ERROR_NOT_SUPPORTED = 801
 
 
-def _status(call: Callable[[], object]) -> int:
-    """What a function of the driver returns, for a call that raises."""
-    try:
-        call()
-    except CUDARuntimeError as error:
-        return error.status
-    return 0
-
-
 def _copy(world: World, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
     if kind == 1 and not _is_pinned(world, source):  # pageable memory has been read when the call returns
         content = ctypes.string_at(source, nbytes)
@@ -193,6 +184,7 @@ def _runtime(world: World) -> ModuleType:
         getDeviceCount=lambda: DEVICES,
         memGetInfo=lambda: (world.free_memory, world.free_memory),
         eventElapsedTime=world.elapsed,
+        eventRecord=lambda event, stream: world.record(event, stream),
         streamWaitEvent=world.wait,
         streamIsCapturing=lambda stream: world.device() >= 0 and stream in world.captures,
         memcpy=copy_now,
@@ -278,7 +270,7 @@ def _cupy(world: World, cuda: ModuleType) -> ModuleType:
     Array.world = world
     return _module(
         "cupy",
-        __version__="14.0.0",
+        __version__="14.1.0",
         cuda=cuda,
         ndarray=Array,
         empty=Array,
@@ -339,7 +331,6 @@ def _bindings(world: World) -> ModuleType:
             _CONTEXTS + world.current_device() if world.has_context() else 0,
         ),
         cuCtxSetCurrent=set_context,
-        cuEventRecord=lambda event, stream: (_status(lambda: world.record(event, stream)),),
         cuEventQuery=lambda event: query(lambda: world.is_done(event)),
         cuStreamQuery=lambda stream: query(lambda: world.is_empty(stream)),
         cuStreamWaitValue32=lambda *arguments: _wait_value(world, *arguments),
