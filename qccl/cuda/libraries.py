@@ -46,6 +46,13 @@ LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 #: what CuPy raises as KeyError: NCCL's ncclInProgress and ncclTimeout
 _NAMELESS = ((7,), (8,))
 
+#: CUDA's errors Unsupported, Invalidated and Implicit of a stream capture, and what to do about them
+_CAPTURE_ERRORS = 900, 901, 906
+_CAPTURE_ADVICE = (
+    "; work on the legacy default stream (stream=0) ends a capture of another thread: give calls streams of their own "
+    "while a thread captures, and capture again"
+)
+
 _T = TypeVar("_T")
 
 
@@ -260,7 +267,9 @@ def as_qccl_error(error: BaseException) -> QcclError | None:
             return PeerLost(f"NCCL lost a rank ({error})")
         return EngineError(f"NCCL: {error}", error.status)
     if isinstance(error, gpu.runtime.CUDARuntimeError | gpu.driver.CUDADriverError):
-        return EngineError(f"CUDA: {error}", error.status)
+        return EngineError(f"CUDA: {error}{_CAPTURE_ADVICE * (error.status in _CAPTURE_ERRORS)}", error.status)
+    if isinstance(error, RuntimeError) and "invalidated the capture" in str(error):  # of CuPy's streamIsCapturing()
+        return EngineError(f"CuPy: {error}{_CAPTURE_ADVICE}")
     return None
 
 

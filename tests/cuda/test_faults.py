@@ -29,6 +29,23 @@ def test_ranks_that_disagree(comm, cupy):
     assert x.get().tobytes() == values(comm.rank, 100 + comm.rank).tobytes()
 
 
+@on_gpus(1)
+def test_a_call_that_ends_a_capture_says_so(comm, cupy):
+    """Also to the thread that captures. CuPy raises RuntimeError there, which is none of CUDA's errors."""
+    x, out = called(comm)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    for given in (stream, stream.ptr):
+        stream.begin_capture(0)
+        with pytest.raises(qccl.EngineError, match=r"CUDA: .*Error906.* legacy default stream .*capture again"):
+            comm.quantized_allreduce(x, out)
+        with pytest.raises(qccl.EngineError, match=r"invalidated the capture sequence.* legacy default stream"):
+            comm.quantized_allreduce(x, out, stream=given)
+        with pytest.raises(fake_cuda.CUDARuntimeError, match="901"):
+            stream.end_capture()
+    comm.quantized_allreduce(x, out)  # the group is unharmed
+    comm.check()
+
+
 @on_gpus(2)
 def test_the_agreement_is_asked_for_once(comm, cupy):
     asked = []

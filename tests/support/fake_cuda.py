@@ -186,7 +186,7 @@ def _runtime(world: World) -> ModuleType:
         eventElapsedTime=world.elapsed,
         eventRecord=lambda event, stream: world.record(event, stream),
         streamWaitEvent=world.wait,
-        streamIsCapturing=lambda stream: world.device() >= 0 and stream in world.captures,
+        streamIsCapturing=lambda stream: world.device() >= 0 and Stream(world, ptr=stream).is_capturing(),
         memcpy=copy_now,
         memset=ctypes.memset,
         streamSynchronize=lambda stream: Stream(world, ptr=stream).synchronize(),

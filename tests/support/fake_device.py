@@ -160,6 +160,10 @@ class World:
                 raise CUDARuntimeError(400)  # an event and a stream of different devices
             if stream not in self.tail:
                 raise CUDARuntimeError(400)
+            if stream < 0 and (ended := [each for each in self.captures.values() if each.is_global]):
+                for each in ended:
+                    each.is_invalid = True
+                raise CUDARuntimeError(906)  # cudaErrorStreamCaptureImplicit
             capture = self.captures.get(stream)
             node = self.tail[stream] if capture is None else capture.tail[stream]
             self.recorded[event] = node, None if capture is None else id(capture)
@@ -242,8 +246,9 @@ class World:
 
 
 class Capture:
-    def __init__(self, origin: int) -> None:
-        self.origin = origin
+    def __init__(self, origin: int, is_global: bool) -> None:
+        self.origin, self.is_global = origin, is_global
+        self.is_invalid = False  # something that it forbids has ended it
         self.tail: dict[int, Node | None] = {origin: None}
         self.nodes: list[Node] = []
 
@@ -292,8 +297,15 @@ class Stream:
         node = self._world.tail[self._world.stream(self.ptr)]
         self._world.finish(lambda: node is None or node.done)
 
-    def begin_capture(self) -> None:
-        self._world.captures[self.ptr] = Capture(self.ptr)
+    def begin_capture(self, mode: int = 2) -> None:
+        """In the mode 0 (global, as PyTorch's captures) or 2 (relaxed)."""
+        self._world.captures[self.ptr] = Capture(self.ptr, mode == 0)
+
+    def is_capturing(self) -> bool:
+        capture = self._world.captures.get(self.ptr)
+        if capture is not None and capture.is_invalid:
+            raise RuntimeError("the stream was capturing, but an error has invalidated the capture sequence")
+        return capture is not None
 
     def end_capture(self) -> Graph:
         world = self._world
@@ -306,6 +318,8 @@ class Stream:
                 queue.extend(node.after)
         for stream in [s for s, c in world.captures.items() if c is capture]:
             del world.captures[stream]
+        if capture.is_invalid:
+            raise CUDARuntimeError(901)  # cudaErrorStreamCaptureInvalidated
         if not joined.issuperset(capture.nodes):
             raise CUDARuntimeError(904)  # cudaErrorStreamCaptureUnjoined
         return Graph(world, capture.nodes)
