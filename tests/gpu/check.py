@@ -187,10 +187,7 @@ def description() -> dict[str, Any]:
     """What the results file says of qccl, the machine and the packages."""
     machine = {"cpu_count": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
     machine |= {"gpus": libraries.device_names(), "nvidia_smi": _nvidia_smi()}
-    runtime = libraries.cuda_libraries().runtime
-    machine["cuda_driver"], machine["cuda_runtime"] = runtime.driverGetVersion(), runtime.runtimeGetVersion()
-    names = ("cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
-    names += ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc", "torch", "jax")
+    names = ("cupy-cuda12x", "cupy-cuda13x", "numpy", "torch", "jax")
     return {
         "what": "scripts/gpu-check",
         "qccl": qccl.__version__,

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import numpy as np
+from calls import _expected as _expected_of
 from calls import _same, _values
 from device import DeviceArray, Kernels, _known, mirrored
 from reports import Missing, each_of
@@ -53,31 +54,30 @@ def _imported(name: str) -> Any:
 
 def _expected(values: np.ndarray, size: int = 2, dtype: str | None = None) -> np.ndarray:
     """The host's result where all ranks have the same values."""
-    return qccl.run_ranks(size, lambda comm: comm.quantized_allreduce(values.copy(), dtype=dtype, **_ARGUMENTS))[0]
+    return _expected_of([values], size, dtype=dtype, **_ARGUMENTS)[0]
 
 
 # -- PyTorch ---------------------------------------------------------------------------------------------------------
 
 
 def _tensors(torch: Any) -> list[str]:
-    """Each element type, with a call's own order and in the order of a permuted tensor."""
+    """Each element type with a call's own order, and a permuted tensor in the order of its memory."""
     values = _values(1, COUNT)
     bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+    cases: dict[str, tuple[np.ndarray, str | None, Any]] = {
+        "float32": (values, None, lambda x: x),
+        "float16": (values.astype(np.float16), None, lambda x: x),
+        "bfloat16": (bits, "bfloat16", lambda x: x.view(torch.bfloat16)),
+        "transposed": (values[:60_000], None, lambda x: x.view(200, 300).t()),
+    }
     with mirrored() as comm:
-        for given in (values, values.astype(np.float16)):
-            x = torch.from_numpy(given.copy()).cuda()
+        for what, (given, dtype, form) in cases.items():
+            memory = torch.from_numpy(given.view(np.int16) if dtype else given).cuda()
+            x = form(memory)
             assert comm.quantized_allreduce(x, **_ARGUMENTS) is x
             comm.check()
-            _same_bytes(x.cpu().numpy(), _expected(given), f"a tensor of {given.dtype}")
-        x = torch.from_numpy(bits.view(np.int16).copy()).cuda().view(torch.bfloat16)
-        comm.quantized_allreduce(x, **_ARGUMENTS)
-        comm.check()
-        _same_bytes(x.view(torch.int16).cpu().numpy(), _expected(bits, dtype="bfloat16"), "a tensor of bfloat16")
-        matrix = torch.from_numpy(values[:60_000].reshape(200, 300).copy()).cuda()
-        comm.quantized_allreduce(matrix.t(), **_ARGUMENTS)
-        comm.check()
-        _same_bytes(matrix.cpu().numpy().ravel(), _expected(values[:60_000]), "a transposed tensor")
-    return ["float32", "float16", "bfloat16"]
+            _same(memory.cpu().numpy(), _expected(given, dtype=dtype), what)
+    return [*cases]
 
 
 def _current_stream(torch: Any, delay: float = 0.2) -> float:
@@ -141,10 +141,6 @@ def _from_torch(torch: Any) -> str:
     return "one rank"
 
 
-def _same_bytes(found: np.ndarray, expected: np.ndarray, what: str) -> None:
-    assert found.tobytes() == expected.tobytes(), f"{what}: the bytes differ from the host's"
-
-
 # -- JAX -------------------------------------------------------------------------------------------------------------
 
 
@@ -157,8 +153,8 @@ def _jax_arrays(jax: Any, device: Any) -> list[str]:
             x, out = jax.device_put(values, device), DeviceArray(np.zeros(COUNT, dtype))
             comm.quantized_allreduce(x, out, **_ARGUMENTS)
             comm.check()
-            _same_bytes(out.get(), _expected(values), f"a JAX array of {out.dtype}")
-            _same_bytes(np.asarray(x), values, f"a JAX array of {out.dtype} that was only read")
+            _same(out.get(), _expected(values), f"a JAX array of {out.dtype}")
+            _same(np.asarray(x), values, f"a JAX array of {out.dtype} that was only read")
             types.append(out.dtype.name)
     return types
 

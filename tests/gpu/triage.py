@@ -13,7 +13,6 @@ from device import DeviceArray
 
 from qccl import codecs as qccl_codecs
 from qccl import dtypes
-from qccl.cuda import libraries
 from qccl.cuda import source as cuda_source
 from qccl.cuda.libraries import cuda_libraries
 from qccl.schedule import Encode, Span
@@ -26,11 +25,7 @@ def driver() -> dict[str, Any]:
     runtime = cuda_libraries().runtime
     device = runtime.getDevice()
     properties = runtime.getDeviceProperties(device)
-    figures: dict[str, Any] = libraries.part_versions()
-    figures |= {
-        "gpu": properties["name"].decode(),
-        "compute_capability": f"{properties['major']}.{properties['minor']}",
-    }
+    figures: dict[str, Any] = {"compute_capability": f"{properties['major']}.{properties['minor']}"}
     figures["free_gb"], figures["memory_gb"] = (nbytes / 1e9 for nbytes in runtime.memGetInfo())
     values = np.arange(1 << 20, dtype=np.float32)
     assert np.array_equal(DeviceArray(values).get(), values), "copies to the GPU and back change the bytes"
