@@ -10,10 +10,12 @@ import weakref
 from types import SimpleNamespace
 
 import fake_cuda
+import fake_nccl
 import numpy as np
 import patience
 import pytest
 from cuda_ranks import called, captured, on_gpus, one, pair, ranks, summed, values
+from stub_libraries import Refused
 
 import qccl
 from qccl.cuda import libraries
@@ -63,12 +65,13 @@ def test_the_agreement_is_asked_for_once(comm, cupy):
 @on_gpus(1)
 def test_an_error_in_the_background(comm, code, kind, world, cupy):
     x, out = called(comm)
-    comm.transport.comm.asynchronous_error = 7  # in progress: no error
+    fake = world.communicators[comm.transport.comm.comm]
+    fake.asynchronous_error = 7  # in progress: no error
     comm.check()
     world.frozen = True
     work = comm.quantized_allreduce(x, out, async_op=True)
-    comm.transport.comm.asynchronous_error = code
-    with pytest.raises(kind, match=f"NCCL_ERROR_{code}"):
+    fake.asynchronous_error = code
+    with pytest.raises(kind, match=f"fake error {code}"):
         work.synchronize()
     with pytest.raises(kind, match="earlier"):
         comm.quantized_allreduce(x)
@@ -94,7 +97,7 @@ def test_a_call_that_cannot_be_put_on_its_streams(comm, world, cupy, monkeypatch
     assert (out.get() == x.get()).all()
 
     def fails(*arguments):
-        raise fake_cuda.CUDADriverError(719)
+        raise cupy.cuda.driver.CUDADriverError(719)
 
     monkeypatch.setattr(libraries.cuda_libraries().driver, "launchKernel", fails)
     comm._session.programs.clear()  # those there are have the other one
@@ -114,11 +117,11 @@ def test_a_group_is_closed_when_a_transfer_fails(comm, failed: threading.Event, 
         return
 
     def fails(*arguments):
-        raise fake_cuda.NcclError(4)
+        raise Refused(4)
 
-    comm.transport.comm.send = fails
+    world.communicators[comm.transport.comm.comm].send = fails
     comm._session.programs.clear()
-    with pytest.raises(qccl.EngineError, match="NCCL_ERROR_4"):
+    with pytest.raises(qccl.EngineError, match="fake error 4"):
         comm.quantized_allreduce(x)
     failed.set()
     assert world.local.group is None
@@ -250,7 +253,7 @@ def test_an_abort_tells_the_other_ranks_before_nccl_frees_what_they_read(comm, w
 def test_a_communicator_that_does_not_end(world, cupy, monkeypatch):
     """NCCL waits for graphs; it is told from where, and not aborted as well, which would free it twice."""
     release = threading.Event()
-    monkeypatch.setattr(fake_cuda.NcclCommunicator, "destroy", lambda self: release.wait(60))
+    monkeypatch.setattr(fake_nccl.Communicator, "destroy", lambda self: release.wait(60))
     monkeypatch.setattr(importlib.import_module("qccl.cuda.nccl"), "_DESTROY_SECONDS", 0.2)
     comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0)
     with pytest.warns(RuntimeWarning, match="graphs"):
@@ -298,7 +301,7 @@ def test_errors_of_the_libraries_are_ours(cupy):
         (KeyError(8), qccl.EngineError, 8),
         (fake_cuda.CompileException("no sm_50"), qccl.EngineError, None),
         (fake_cuda.OutOfMemoryError("1 TB"), qccl.EngineError, None),
-        (fake_cuda.NcclError(6), qccl.PeerLost, None),
+        (cupy.cuda.nccl.NcclError(6), qccl.PeerLost, None),
         (fake_cuda.CUDARuntimeError(2), qccl.EngineError, 2),
     ):
         found = libraries.as_qccl_error(error)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import stub_libraries
 
 pytestmark = pytest.mark.packages
 
@@ -148,26 +150,44 @@ def test_the_fake_has_nothing_that_the_libraries_lack(roots):
     """Tests on the fake mean something only for what exists."""
     import fake_cuda
 
-    for module, content in fake_cuda.modules(fake_cuda.World(), lambda *arguments: None).items():
-        root = {"cupy": "cupy", "cupy.cuda": "cuda", "cuda.bindings.driver": "bindings"}.get(module)
-        root = root or module.rpartition(".")[2]
-        for name in vars(content) if root in roots and module not in ("cuda", "cuda.bindings") else ():
-            if not name.startswith("__"):
-                assert any(hasattr(real, name) for real in roots[root]), f"{module}.{name}"
-    for fake, real in ((fake_cuda.NcclCommunicator, roots["comm"][0]), (fake_cuda.Event, roots["cuda"][0].Event)):
-        for name in vars(fake):
-            assert name.startswith("_") or name == "comm" or hasattr(real, name), f"{fake.__name__}.{name}"
+    made = fake_cuda.modules(fake_cuda.World())
+    for module, root in (("cupy", "cupy"), ("cupy.cuda", "cuda"), ("cupy.cuda.runtime", "runtime")):
+        for name in vars(made[module]):
+            assert name.startswith("__") or hasattr(roots[root][0], name), f"{module}.{name}"
+    for name in vars(fake_cuda.Event):
+        assert name.startswith("_") or hasattr(roots["cuda"][0].Event, name), name
     for name in ("__enter__", "__exit__", "synchronize", "begin_capture", "end_capture", "from_external", "null"):
         assert hasattr(roots["cuda"][0].Stream, name), name
 
 
-def test_what_is_called_in_nccls_library_has_the_arguments_of_its_header(roots):
+@pytest.fixture(scope="module")
+def headers() -> list[Path]:
+    """cuda.h and nccl.h."""
+    nvidia = [Path(folder) for folder in __import__("nvidia").__path__]
+    found = [next((p for f in nvidia for p in f.glob(f"*/include/{name}")), None) for name in ("cuda.h", "nccl.h")]
+    if None in found:
+        pytest.skip("the headers of CUDA and NCCL are not installed (nvidia-cuda-runtime, nvidia-nccl-cu13)")
+    return found
+
+
+def test_the_stub_s_functions_are_those_of_the_headers(headers):
+    """Two declarations of one function that differ are an error."""
+    included = """#include <cuda.h>
+typedef CUstream cudaStream_t;
+typedef CUevent cudaEvent_t;
+#define __CUDA_RUNTIME_H__  /* nccl.h includes them, and not all that they include is installed */
+#define __CUDA_FP16_H__
+#include <nccl.h>
+"""
+    command = ["cc", "-fsyntax-only", "-x", "c", "-", *(f"-I{header.parent}" for header in headers)]
+    subprocess.run(command, input=stub_libraries.source(included), text=True, check=True, timeout=60)
+    wrong = stub_libraries.source(included).replace("cuuint32_t", "cuuint64_t")
+    assert subprocess.run(command, input=wrong, text=True, capture_output=True, timeout=60).returncode
+
+
+def test_what_is_called_in_nccls_library_has_the_arguments_of_its_header(headers):
     """By ctypes nothing else would notice a wrong number of arguments."""
-    headers = [Path(folder) / "nccl" / "include" / "nccl.h" for folder in __import__("nvidia").__path__]
-    found = [header for header in headers if header.exists()]
-    if not found:
-        pytest.skip("NCCL's header is not installed (nvidia-nccl-cu12 or nvidia-nccl-cu13)")
-    text = found[0].read_text(encoding="utf-8")
+    text = headers[1].read_text(encoding="utf-8")
     declared = {
         m[1]: m[2].count(",") + 1 for m in re.finditer(r"^ncclResult_t\s+(nccl\w+)\(([^)]*)\);", text, re.MULTILINE)
     }

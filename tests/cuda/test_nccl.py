@@ -17,6 +17,7 @@ import fake_kernels
 import numpy as np
 import pytest
 from cuda_ranks import on_gpus, one, ranks, values
+from stub_libraries import Refused
 
 import qccl
 from qccl import launch, meetings
@@ -46,6 +47,7 @@ def test_adopting_a_communicator_of_cupy(world, cupy):
     unique_id = qccl.get_unique_id()
 
     def run(rank):
+        cupy.cuda.runtime.setDevice(rank)
         given = cupy.cuda.nccl.NcclCommunicator(2, unique_id, rank)
         with pytest.raises(qccl.ArgumentError, match=f"rank {rank} of 2"):
             qccl.Communicator.from_nccl(given, rank, 3)
@@ -180,8 +182,8 @@ def test_no_rank_waits_where_rank_0_can_make_no_id(way, cupy, monkeypatch):
     monkeypatch.setattr(nccl, "get_unique_id", refuse)
     with ThreadPoolExecutor(2) as pool:
         (first, code), (second, _) = pool.map(run, range(2))
-    assert "NCCL_ERROR_2" in first and code == 2
-    assert second.startswith("rank 0: ") and "NCCL_ERROR_2" in second
+    assert "fake error 2" in first and code == 2
+    assert second.startswith("rank 0: ") and "fake error 2" in second
 
 
 def test_no_rank_waits_for_a_reason_that_is_not_utf_8():
@@ -430,16 +432,16 @@ _NO_INTERFACE = "Bootstrap : no socket interface found", "NCCL_SOCKET_IFNAME"
         *((function, *_NO_INTERFACE) for function in ("init", "get_unique_id", "broadcast")),
     ],
 )
-def test_nccl_s_reason_when_no_communicator_can_be_made(refuses, reason, hint, cupy, monkeypatch):
+def test_nccl_s_reason_when_no_communicator_can_be_made(refuses, reason, hint, world, cupy, monkeypatch):
     """The id already needs a network interface, and its broadcast a communicator that works."""
     nccl = libraries.cuda_libraries().nccl
     given = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
 
     def refuse(*arguments):
-        raise nccl.NcclError(2)
+        raise Refused(2) if refuses == "broadcast" else nccl.NcclError(2)
 
     name = "NcclCommunicator" if refuses == "init" else refuses
-    monkeypatch.setattr(given if refuses == "broadcast" else nccl, name, refuse)
+    monkeypatch.setattr(world.communicators[given.comm] if refuses == "broadcast" else nccl, name, refuse)
     monkeypatch.setattr(importlib.import_module("qccl.cuda.nccl_library"), "last_error", lambda: reason)
     with pytest.raises(qccl.EngineError) as found:
         if refuses == "broadcast":

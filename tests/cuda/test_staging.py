@@ -136,7 +136,7 @@ def test_bytes_between_nodes_go_over_the_host_and_no_others(world, cupy):
 
     def run(comm: qccl.Communicator) -> list[tuple[int, int]]:
         sent = {"host": 0, "nccl": 0}
-        host, nccl = comm.transport.host, comm.transport.comm
+        host, nccl = comm.transport.host, world.communicators[comm.transport.comm.comm]
 
         def over_host(peer: int, tag: int, address: int, n: int, token: object, send: Any = host.send) -> None:
             sent["host"] += n

@@ -8,24 +8,24 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
-import itertools
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import fake_nccl
 import patience
+import stub_libraries
 from fake_device import (
     DEVICES,
     Array,
     Block,
-    CUDADriverError,
     CUDARuntimeError,
     DriverMemory,
     Event,
@@ -35,15 +35,14 @@ from fake_device import (
     World,
     array,
 )
-from fake_nccl import NcclCommunicator, NcclError, group_end, group_start
+from stub_libraries import NCCL_MODULE, Refused, real_modules, write
 
 __all__ = [
-    "DEVICES", "Array", "CUDADriverError", "CUDARuntimeError", "CompileException", "Event", "NcclCommunicator",
-    "NcclError", "Node", "OutOfMemoryError", "World", "array", "installed", "modules",
+    "DEVICES", "Array", "CUDARuntimeError", "CompileException", "Event", "Node", "OutOfMemoryError", "World", "array",
+    "installed", "modules",
 ]  # fmt: skip
 
 NOT_READY = 600
-NCCL_VERSION = 22800
 
 
 class CompileException(Exception):
@@ -76,26 +75,30 @@ _SIMPLE = {
 }
 
 
-class _MemoryType(IntEnum):
-    CU_MEMORYTYPE_HOST = 1
-    CU_MEMORYTYPE_DEVICE = 2
+#: CUpointer_attribute
+_MEMORY_TYPE, _IS_MANAGED, _ORDINAL, _RANGE_START, _RANGE_NBYTES = 2, 8, 9, 11, 12
 
 
-def _pointer_attributes(world: World, count: int, wanted: list[int], address: int) -> tuple[Any, list[int]]:
+def _pointer_attributes(world: World, count: int, wanted: int, data: int, address: int) -> None:
+    answers = {_MEMORY_TYPE: 0, _IS_MANAGED: 0, _ORDINAL: -2, _RANGE_START: 0, _RANGE_NBYTES: 0}
     for start, block in world.memory.items():
         if start <= address < start + block.nbytes:
-            return _Result.CUDA_SUCCESS, [2, world.devices.get(start, 0), 0, start, block.nbytes]
-    return _Result.CUDA_SUCCESS, [0, -2, 0, 0, 0]
+            found = {_MEMORY_TYPE: 2, _ORDINAL: world.devices.get(start, 0), _RANGE_START: start}
+            answers |= found | {_RANGE_NBYTES: block.nbytes}
+    for attribute, place in zip(_array(wanted, ctypes.c_int, count), _array(data, ctypes.c_size_t, count), strict=True):
+        kind = ctypes.c_size_t if attribute in (_RANGE_START, _RANGE_NBYTES) else ctypes.c_int
+        write(place, ctypes.c_uint8 if attribute == _IS_MANAGED else kind, answers[attribute])
 
 
+def _array(address: int, kind: Any, count: int) -> list[int]:
+    return list((kind * count).from_address(address))
+
+
+#: CUstreamCaptureMode
 _RELAXED = 2
 #: the handle of device 0's primary context; those of the others follow
 _CONTEXTS = 0xC0
-
-
-class _Result(IntEnum):
-    CUDA_SUCCESS = 0
-    CUDA_ERROR_NOT_SUPPORTED = 801
+_NOT_SUPPORTED = 801
 
 
 def _copy(world: World, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
@@ -125,25 +128,23 @@ def _word(world: World, address: int) -> Any:
     return ctypes.c_uint32.from_address(address)
 
 
-def _wait_value(world: World, stream: int, address: int, value: int, flags: int) -> tuple[Any]:
+def _wait_value(world: World, stream: int, address: int, value: int, flags: int) -> None:
     word = _word(world, address)
-    assert flags == 0 and 0 <= value < 1 << 32
+    assert flags == 0
     world.calls.append(("wait value", stream, address, value))
     world.put(stream, f"wait for {value}", lambda: ctypes.c_int32(word.value - value).value >= 0)
-    return (_Result.CUDA_SUCCESS,)
 
 
-def _write_value(world: World, stream: int, address: int, value: int, flags: int) -> tuple[Any]:
+def _write_value(world: World, stream: int, address: int, value: int, flags: int) -> None:
     word = _word(world, address)
-    assert flags == 0 and 0 <= value < 1 << 32
+    assert flags == 0
     if world.no_stream_memory:
-        return (_Result.CUDA_ERROR_NOT_SUPPORTED,)
+        raise Refused(_NOT_SUPPORTED)
 
     def run() -> None:
         word.value = value
 
     world.put(stream, f"tell {value}", run)
-    return (_Result.CUDA_SUCCESS,)
 
 
 def _module(name: str, **content: Any) -> ModuleType:
@@ -152,22 +153,19 @@ def _module(name: str, **content: Any) -> ModuleType:
     return made
 
 
-def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
-    """The modules to put into sys.modules; ``kernels(name, geometry, arguments)`` returns what a launch does."""
-    functions: dict[int, str] = {}  # the kernels that were loaded, by their pointers
-    runtime, driver, nccl = _runtime(world), _launching_driver(world, kernels, functions), _nccl(world)
-    cuda = _cuda(world, functions, runtime=runtime, driver=driver, nccl=nccl)
-    bindings = _bindings(world)
-    package = _module("cuda", bindings=_module("cuda.bindings", driver=bindings))
-    return {
+def modules(world: World) -> dict[str, ModuleType]:
+    """The modules to put into sys.modules. Those of the driver and of NCCL are copies of the real ones."""
+    real = {name: _module(name, **vars(module)) for name, module in real_modules().items()}
+    parts = {name.rpartition(".")[2]: module for name, module in real.items() if name.startswith("cupy")}
+    cuda = _cuda(world, runtime=_runtime(world), **parts)
+    package = _module("cuda", bindings=_module("cuda.bindings", driver=real["cuda.bindings.driver"]))
+    return real | {
         "cupy": _cupy(world, cuda),
         "cupy.cuda": cuda,
-        "cupy.cuda.runtime": runtime,
-        "cupy.cuda.driver": driver,
-        "cupy.cuda.nccl": nccl,
+        "cupy.cuda.runtime": cuda.runtime,
+        NCCL_MODULE: real_modules()["cupy.cuda.nccl"],
         "cuda": package,
         "cuda.bindings": package.bindings,
-        "cuda.bindings.driver": bindings,
     }
 
 
@@ -202,31 +200,60 @@ def _runtime(world: World) -> ModuleType:
     )
 
 
-def _launching_driver(world: World, kernels: Any, functions: dict[int, str]) -> ModuleType:
-    def launch(function: int, *given: int) -> None:
+def _functions(world: World, kernels: Any) -> dict[str, Callable[..., Any]]:
+    """The driver's; ``kernels(name, geometry, arguments)`` returns what a launch does."""
+
+    def launch(kernel: int, *given: int) -> None:
         *geometry, stream, arguments, extra = given
-        world.calls.append(("launch", functions[function], stream))
-        assert len(geometry) == 7 and extra == 0 and world.has_context()
-        world.put(stream, functions[function], kernels(functions[function], tuple(geometry), arguments))
+        name = world.kernels[kernel]
+        world.calls.append(("launch", name, stream))
+        assert extra == 0 and world.has_context()
+        world.put(stream, name, kernels(name, tuple(geometry), arguments))
 
-    return _module("cupy.cuda.driver", CUDADriverError=CUDADriverError, launchKernel=launch)
+    def query(is_done: Callable[[], bool]) -> int:
+        with world.driver:
+            if world.captures and not world.local.__dict__.get("is_relaxed"):
+                return 900  # cudaErrorStreamCaptureUnsupported
+            return 0 if is_done() else world.error or NOT_READY
+
+    def exchange_mode(mode: int) -> None:
+        before = world.local.__dict__.get("is_relaxed", False)
+        world.local.is_relaxed = ctypes.c_int.from_address(mode).value == _RELAXED
+        write(mode, ctypes.c_int, _RELAXED if before else 0)
+
+    def retain_context(context: int, device: int) -> None:
+        world.contexts.add(device)
+        write(context, ctypes.c_size_t, _CONTEXTS + device)
+
+    def push_context(context: int) -> None:
+        assert context - _CONTEXTS in world.contexts
+        world.pushed().append(context - _CONTEXTS)
+
+    def set_context(context: int) -> None:
+        if context:
+            world.set_device(context - _CONTEXTS)
+        else:  # none
+            del world.local.device
+
+    return {
+        "cuDevicePrimaryCtxRetain": retain_context,
+        "cuCtxPushCurrent": push_context,
+        "cuCtxPopCurrent": lambda context: write(context, ctypes.c_size_t, _CONTEXTS + world.pushed().pop()),
+        "cuCtxGetCurrent": lambda context: write(
+            context, ctypes.c_size_t, _CONTEXTS + world.current_device() if world.has_context() else 0
+        ),
+        "cuCtxSetCurrent": set_context,
+        "cuEventQuery": lambda event: query(lambda: world.is_done(event)),
+        "cuStreamQuery": lambda stream: query(lambda: world.is_empty(stream)),
+        "cuStreamWaitValue32": functools.partial(_wait_value, world),
+        "cuStreamWriteValue32": functools.partial(_write_value, world),
+        "cuPointerGetAttributes": functools.partial(_pointer_attributes, world),
+        "cuThreadExchangeStreamCaptureMode": exchange_mode,
+        "cuLaunchKernel": launch,
+    }
 
 
-def _nccl(world: World) -> ModuleType:
-    unique = itertools.count()
-    return _module(
-        "cupy.cuda.nccl",
-        NcclError=NcclError,
-        NcclCommunicator=lambda size, unique_id, rank: NcclCommunicator(world, size, unique_id, rank),
-        available=True,
-        get_version=lambda: NCCL_VERSION,
-        get_unique_id=lambda: next(unique).to_bytes(128, "big"),
-        groupStart=lambda: group_start(world),
-        groupEnd=lambda: group_end(world),
-    )
-
-
-def _cuda(world: World, functions: dict[int, str], **parts: ModuleType) -> ModuleType:
+def _cuda(world: World, **parts: ModuleType) -> ModuleType:
     def compile_using_nvrtc(code: str, options: tuple[str, ...], *, name_expressions: tuple[str, ...] = ()) -> Any:
         world.forbid_in_capture()
         assert not name_expressions or ("#include" in code and "--fmad=false" in options)
@@ -242,7 +269,7 @@ def _cuda(world: World, functions: dict[int, str], **parts: ModuleType) -> Modul
                     world.local.streams[-1].ptr, mangled, lambda: simple(*map(int, arguments))
                 )
             pointer = next(world.numbers)
-            functions[pointer] = mangled.removeprefix("mangled ")
+            world.kernels[pointer] = mangled.removeprefix("mangled ")
             return SimpleNamespace(ptr=pointer)
 
     streams = _StreamMaker(world)
@@ -280,71 +307,6 @@ def _cupy(world: World, cuda: ModuleType) -> ModuleType:
     )
 
 
-def _bindings(world: World) -> ModuleType:
-    def query(is_done: Callable[[], bool]) -> tuple[int]:
-        with world.driver:
-            if world.captures and not world.local.__dict__.get("is_relaxed"):
-                return (900,)  # cudaErrorStreamCaptureUnsupported
-            return (0 if is_done() else world.error or NOT_READY,)
-
-    def retain_context(device: int) -> tuple[_Result, int]:
-        world.contexts.add(device)
-        return _Result.CUDA_SUCCESS, _CONTEXTS + device
-
-    def push_context(context: int) -> tuple[_Result]:
-        assert context - _CONTEXTS in world.contexts
-        world.pushed().append(context - _CONTEXTS)
-        return (_Result.CUDA_SUCCESS,)
-
-    def set_context(context: int) -> tuple[_Result]:
-        if context:
-            world.set_device(context - _CONTEXTS)
-        else:  # none
-            del world.local.device
-        return (_Result.CUDA_SUCCESS,)
-
-    def exchange_mode(mode: int) -> tuple[_Result, int]:
-        before = world.local.__dict__.get("is_relaxed", False)
-        world.local.is_relaxed = mode == _RELAXED
-        return _Result.CUDA_SUCCESS, _RELAXED if before else 0
-
-    return _module(
-        "cuda.bindings.driver",
-        CUpointer_attribute=SimpleNamespace(
-            CU_POINTER_ATTRIBUTE_MEMORY_TYPE=2,
-            CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9,
-            CU_POINTER_ATTRIBUTE_IS_MANAGED=8,
-            CU_POINTER_ATTRIBUTE_RANGE_START_ADDR=11,
-            CU_POINTER_ATTRIBUTE_RANGE_SIZE=12,
-        ),
-        CUmemorytype=_MemoryType,
-        CUresult=_Result,
-        CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=_RELAXED),
-        CUstreamWaitValue_flags=SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0),
-        CUstreamWriteValue_flags=SimpleNamespace(CU_STREAM_WRITE_VALUE_DEFAULT=0),
-        cuDevicePrimaryCtxGetState=lambda device: (_Result.CUDA_SUCCESS, 0, int(device in world.contexts)),
-        cuDevicePrimaryCtxRetain=retain_context,
-        cuCtxPushCurrent=push_context,
-        cuCtxPopCurrent=lambda: (_Result.CUDA_SUCCESS, _CONTEXTS + world.pushed().pop()),
-        cuCtxGetCurrent=lambda: (
-            _Result.CUDA_SUCCESS,
-            _CONTEXTS + world.current_device() if world.has_context() else 0,
-        ),
-        cuCtxSetCurrent=set_context,
-        cuEventQuery=lambda event: query(lambda: world.is_done(event)),
-        cuStreamQuery=lambda stream: query(lambda: world.is_empty(stream)),
-        cuStreamWaitValue32=lambda *arguments: _wait_value(world, *arguments),
-        cuStreamWriteValue32=lambda *arguments: _write_value(world, *arguments),
-        cuPointerGetAttributes=lambda n, wanted, address: _pointer_attributes(world, n, wanted, address),
-        cuThreadExchangeStreamCaptureMode=exchange_mode,
-    )
-
-
-def _without_nccl_library() -> None:
-    """NCCL's library has none of the functions that qccl calls by itself."""
-    importlib.import_module("qccl.cuda.nccl_library").library = SimpleNamespace
-
-
 def _run_while_flags_are_read(world: World) -> None:
     """Do some of what can be done whenever the host looks at the flags of runs."""
     flags = importlib.import_module("qccl.cuda.flags").RunFlags
@@ -372,11 +334,17 @@ def remaining_threads(world: World, seconds: float = 60) -> list[threading.Threa
 
 @contextlib.contextmanager
 def installed(world: World, kernels: Any) -> Any:
-    """Put the modules in place, and forget what was made of them afterwards."""
+    """Put the modules in place, and forget what was made of them afterwards; ``kernels`` is as in _functions()."""
+    with stub_libraries.installed(_functions(world, kernels) | fake_nccl.functions(world)), _in_place(world) as cupy:
+        yield cupy
+
+
+@contextlib.contextmanager
+def _in_place(world: World) -> Any:
     from qccl import lifetime
     from qccl.cuda import libraries
 
-    made = modules(world, kernels)
+    made = modules(world)
     registries = len(lifetime._registries)
     parts = ("device", "engine", "flags", "kernels", "memory", "nccl", "nccl_id", "nccl_library", "program")
     parts += ("rig", "run", "staging", "state", "watchdog", "workspace")
@@ -386,7 +354,6 @@ def installed(world: World, kernels: Any) -> Any:
     libraries.cuda_libraries.cache_clear()
     folder = os.environ.get("QCCL_CACHE_DIR")
     _run_while_flags_are_read(world)
-    _without_nccl_library()
     os.environ["QCCL_CACHE_DIR"] = ""  # what the fake compiles is of no use to others
     try:
         yield made["cupy"]
@@ -397,6 +364,8 @@ def installed(world: World, kernels: Any) -> Any:
         for engine in list(getattr(sys.modules.get("qccl.cuda.engine"), "_live", ())):
             engine.close(0.1)
         world.ended.set()
+        for meeting in world.meetings.values():
+            meeting.barrier.abort()
         remaining_threads(world, 5)
         for registry in lifetime._registries[registries:]:  # each holds its module, and so the world
             lifetime._stages.pop(registry.end, None)

@@ -21,18 +21,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from stub_libraries import Refused
 
 DEVICES = 8
 
 
-class CUDARuntimeError(RuntimeError):
+class CUDARuntimeError(Refused, RuntimeError):
     def __init__(self, status: int) -> None:
-        super().__init__(f"cudaError{status}: fake")
-        self.status = status
-
-
-class CUDADriverError(CUDARuntimeError):
-    pass
+        super().__init__(status)
+        self.args = (f"cudaError{status}: fake",)
 
 
 class Node:
@@ -47,18 +44,20 @@ class Node:
 class World:
     """All devices, their streams and events, and what is under way."""
 
+    numbers = itertools.count(0x1000, 16)  # of streams and so on: no two worlds know the same one
+
     def __init__(self, seed: int = 0) -> None:
         self.lock = threading.RLock()
         self.random = random.Random(seed)
         self.local = threading.local()
         self.contexts: set[int] = set()  # devices with a primary context: on an H100 each takes 534 MiB
-        self.numbers = itertools.count(0x1000, 16)
         self.pending: list[Node] = []
         self.tail: dict[int, Node | None] = {-1 - device: None for device in range(DEVICES)}
         self.recorded: dict[int, tuple[Node | None, int | None]] = {}  # event -> node, capture
         self.times: dict[int, float] = {}  # event -> when it was recorded
         self.elapses: float | None = 1.0  # milliseconds between any two events; None: those that the host sees
         self.captures: dict[int, Capture] = {}  # stream -> the capture it is part of
+        self.kernels: dict[int, str] = {}  # those that were loaded, by their numbers
         self.calls: list[tuple[Any, ...]] = []  # what the host asked for, for tests of the order
         self.memory: dict[int, Block] = {}
         self.pinned: weakref.WeakSet[Block] = weakref.WeakSet()
@@ -68,6 +67,7 @@ class World:
         self.stream_devices: dict[int, int] = {}
         self.priorities: dict[int, int] = {}
         self.meetings: dict[bytes, Any] = {}  # unique id -> fake_nccl.Meeting
+        self.communicators: dict[int, Any] = {}  # ncclComm_t -> fake_nccl.Communicator
         self.destroy_waits = False  # ncclCommDestroy waits for the other ranks, as it may
         self.ended = threading.Event()  # nothing waits any more
         self.reused = 0  # allocations that got memory which had been given back

@@ -10,18 +10,17 @@ import ctypes
 import itertools
 import threading
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from fake_device import World
+from stub_libraries import Refused, write
 
 BARRIER_SECONDS = 60.0
-
-
-class NcclError(RuntimeError):
-    def __init__(self, status: int) -> None:
-        super().__init__(f"NCCL_ERROR_{status}: fake")
-        self.status = status
+NCCL_VERSION = 22800
+#: ncclResult_t
+_SYSTEM_ERROR, _INVALID_ARGUMENT = 2, 4
 
 
 class Meeting:
@@ -39,29 +38,25 @@ class Meeting:
         self.aborted: set[int] = set()
         self.left: set[int] = set()  # ranks that have aborted or destroyed it
 
+    def meet(self) -> None:
+        try:
+            self.barrier.wait(BARRIER_SECONDS)
+        except threading.BrokenBarrierError:
+            raise Refused(_SYSTEM_ERROR) from None
 
-class NcclCommunicator:
-    def __init__(self, world: World, size: int, unique_id: bytes, rank: int) -> None:
-        with world.lock:
-            meeting = world.meetings.setdefault(unique_id, Meeting(size))
-        meeting.barrier.wait(BARRIER_SECONDS)
-        self._join(world, meeting, rank)
 
-    def _join(self, world: World, meeting: Meeting, rank: int) -> None:
+class Communicator:
+    """A rank of a Meeting."""
+
+    def __init__(self, world: World, meeting: Meeting, rank: int) -> None:
         self._world, self._meeting, self._rank = world, meeting, rank
         self._collective = itertools.count()
         self._split = itertools.count()
         self.asynchronous_error = 0
-        self.comm = next(world.numbers)
-
-    def rank_id(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._meeting.size
-
-    def device_id(self) -> int:
-        return self._rank
+        self.device = world.device()
+        self.is_freed = False
+        self.handle = next(world.numbers)
+        world.communicators[self.handle] = self
 
     def send(self, address: int, count: int, datatype: int, peer: int, stream: int) -> None:
         self._transfer(0, (self._rank, peer), address, count, datatype, stream)
@@ -75,28 +70,28 @@ class NcclCommunicator:
         assert group is not None, "a transfer outside a group"
         group.append((self._meeting, stream, side, pair, address, count, self._rank))
 
-    def allGather(self, source: int, target: int, count: int, datatype: int, stream: int) -> None:
+    def gather(self, source: int, target: int, count: int, datatype: int, stream: int) -> None:
         nbytes = count * {1: 1, 6: 2, 7: 4}[datatype]
 
-        def gather(parts: dict[int, tuple[int, int, int]]) -> None:
+        def copy(parts: dict[int, tuple[int, int, int]]) -> None:
             for rank, (their, _, _) in parts.items():
                 ctypes.memmove(target + rank * nbytes, their, nbytes)
 
-        self._together(source, target, nbytes, stream, gather)
+        self._together(source, target, nbytes, stream, copy)
 
     def broadcast(self, source: int, target: int, count: int, datatype: int, root: int, stream: int) -> None:
         self._together(source, target, count, stream, lambda parts: ctypes.memmove(target, parts[root][0], count))
 
-    def allReduce(self, source: int, target: int, count: int, datatype: int, op: int, stream: int) -> None:
+    def reduce(self, source: int, target: int, count: int, datatype: int, op: int, stream: int) -> None:
         dtype = {7: np.float32, 6: np.float16}[datatype]
         nbytes = count * np.dtype(dtype).itemsize
 
-        def reduce(parts: dict[int, tuple[int, int, int]]) -> None:
+        def add(parts: dict[int, tuple[int, int, int]]) -> None:
             values = [np.frombuffer(ctypes.string_at(parts[r][0], nbytes), dtype) for r in sorted(parts)]
             total = np.sum(values, axis=0, dtype=dtype)
             ctypes.memmove(target, total.ctypes.data, nbytes)
 
-        self._together(source, target, nbytes, stream, reduce)
+        self._together(source, target, nbytes, stream, add)
 
     def _together(self, source: int, target: int, nbytes: int, stream: int, finish: Any) -> None:
         meeting, number = self._meeting, next(self._collective)
@@ -118,40 +113,79 @@ class NcclCommunicator:
 
         self._world.put(stream, "collective", run)
 
-    def commSplit(self, color: int, key: int) -> NcclCommunicator | None:
+    def split(self, color: int, key: int) -> Communicator | None:
         number = next(self._split)
         with self._world.lock:
             self._meeting.splits[number][self._rank] = color, key
-        self._meeting.barrier.wait(BARRIER_SECONDS)
+        self._meeting.meet()
         entries = self._meeting.splits[number]
         if color < 0:
             return None
         members = sorted((k, r) for r, (c, k) in entries.items() if c == color)
         with self._world.lock:
             child = self._meeting.children.setdefault((number, color), Meeting(len(members)))
-        comm = NcclCommunicator.__new__(NcclCommunicator)
-        comm._join(self._world, child, members.index((key, self._rank)))
-        return comm
-
-    def check_async_error(self) -> None:
-        if self.asynchronous_error == 7:
-            raise KeyError(7)
-        if self.asynchronous_error:
-            raise NcclError(self.asynchronous_error)
+        return Communicator(self._world, child, members.index((key, self._rank)))
 
     def abort(self) -> None:
+        self.is_freed = True
         self._world.calls.append(("abort", self._rank))
         self._meeting.aborted.add(self._rank)
         self._meeting.left.add(self._rank)
-        self.comm = 0
 
     def destroy(self) -> None:
+        self.is_freed = True
         self._world.calls.append(("destroy", self._rank))
         self._meeting.left.add(self._rank)
         while self._world.destroy_waits and len(self._meeting.left) < self._meeting.size:
             if self._world.ended.wait(0.005):
                 break
-        self.comm = 0
+
+
+def functions(world: World) -> dict[str, Callable[..., Any]]:
+    """NCCL's functions by their names."""
+    unique = itertools.count()
+
+    def of(handle: int) -> Communicator:
+        if handle not in world.communicators:
+            raise Refused(_INVALID_ARGUMENT)
+        assert not world.communicators[handle].is_freed, "a communicator is used that was freed"
+        return world.communicators[handle]
+
+    def initialise(found: int, size: int, unique_id: Any, rank: int, config: int) -> None:
+        with world.lock:
+            meeting = world.meetings.setdefault(bytes(unique_id), Meeting(size))
+        meeting.meet()
+        write(found, ctypes.c_size_t, Communicator(world, meeting, rank).handle)
+
+    def split(handle: int, color: int, key: int, found: int, config: int) -> None:
+        made = of(handle).split(color, key)
+        write(found, ctypes.c_size_t, made.handle if made else 0)
+
+    def tell(number: Callable[[Communicator], int]) -> Callable[[int, int], None]:
+        return lambda handle, found: write(found, ctypes.c_int, number(of(handle)))
+
+    def on_stream(name: str) -> Callable[..., None]:
+        return lambda *arguments: getattr(of(arguments[-2]), name)(*arguments[:-2], arguments[-1])
+
+    return {
+        "ncclGetVersion": lambda found: write(found, ctypes.c_int, NCCL_VERSION),
+        "ncclGetUniqueId": lambda found: ctypes.memmove(found, next(unique).to_bytes(128, "big"), 128) and 0,
+        "ncclCommInitRankConfig": initialise,
+        "ncclCommSplit": split,
+        "ncclCommAbort": lambda handle: of(handle).abort(),
+        "ncclCommDestroy": lambda handle: of(handle).destroy(),
+        "ncclCommGetAsyncError": tell(lambda comm: comm.asynchronous_error),
+        "ncclCommUserRank": tell(lambda comm: comm._rank),
+        "ncclCommCount": tell(lambda comm: comm._meeting.size),
+        "ncclCommCuDevice": tell(lambda comm: comm.device),
+        "ncclGroupStart": lambda: group_start(world),
+        "ncclGroupEnd": lambda: group_end(world),
+        "ncclSend": on_stream("send"),
+        "ncclRecv": on_stream("recv"),
+        "ncclAllGather": on_stream("gather"),
+        "ncclBroadcast": on_stream("broadcast"),
+        "ncclAllReduce": on_stream("reduce"),
+    }
 
 
 def group_start(world: World) -> None:
