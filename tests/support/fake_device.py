@@ -74,7 +74,7 @@ class World:
         self.error = 0  # what eventQuery returns
         self.frozen = False  # nothing runs
         self.ends = True  # the last kernels of runs do their work; if not, runs begin and hang
-        self.queue_entries = 1 << 30  # how many nodes a stream's queue holds; a thread that puts one more waits
+        self.queue_entries = 1024  # of a stream; a thread that puts one more waits
         self.driver = threading.RLock()  # held by a thread that waits for room in a queue, and while events are asked
         self.patience = 60.0  # seconds until the host that waits takes a device to hang
         self.holds: Callable[[Node], bool] = lambda node: False  # what is not done, although it could be

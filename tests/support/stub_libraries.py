@@ -232,13 +232,15 @@ def _copy(name: str, folder: Path) -> ModuleType:
     path.write_bytes(Path(spec.origin).read_bytes().replace(b"libnccl.so.2\0", _NAME.encode() + b"\0"))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
-    usual = sys.getdlopenflags()
+    usual, loaded = sys.getdlopenflags(), sys.modules.pop(name, None)
     sys.setdlopenflags(os.RTLD_NOW | os.RTLD_DEEPBIND)  # also where the program has loaded NCCL for all
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     finally:
         sys.setdlopenflags(usual)
+        sys.modules.pop(name, None)  # Cython has put it there
+        sys.modules |= {} if loaded is None else {name: loaded}
     return module
 
 
