@@ -43,15 +43,18 @@ def test_split(comm, cupy):
     assert (group.rank, group.size, float(x.get()[0])) == expected and group.backend == "cuda"
 
 
-def test_adopting_a_communicator_of_cupy(world, cupy):
+@pytest.mark.parametrize("bare", [False, True])
+def test_adopting_a_communicator(bare, world, cupy):
+    """CuPy's, or an ncclComm_t."""
     unique_id = qccl.get_unique_id()
 
     def run(rank):
         cupy.cuda.runtime.setDevice(rank)
         given = cupy.cuda.nccl.NcclCommunicator(2, unique_id, rank)
+        adopted = given.comm if bare else given
         with pytest.raises(qccl.ArgumentError, match=f"rank {rank} of 2"):
-            qccl.Communicator.from_nccl(given, rank, 3)
-        with qccl.Communicator.from_nccl(given, rank, 2) as comm:
+            qccl.Communicator.from_nccl(adopted, rank, 3)
+        with qccl.Communicator.from_nccl(adopted, rank, 2) as comm:
             x = fake_cuda.array(np.full(10, 1.0 + rank, np.float32), rank)
             comm.quantized_allreduce(x)
             comm.check()

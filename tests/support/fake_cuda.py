@@ -221,14 +221,6 @@ def _functions(world: World, kernels: Any) -> dict[str, Callable[..., Any]]:
         world.local.is_relaxed = ctypes.c_int.from_address(mode).value == _RELAXED
         write(mode, ctypes.c_int, _RELAXED if before else 0)
 
-    def retain_context(context: int, device: int) -> None:
-        world.contexts.add(device)
-        write(context, ctypes.c_size_t, _CONTEXTS + device)
-
-    def push_context(context: int) -> None:
-        assert context - _CONTEXTS in world.contexts
-        world.pushed().append(context - _CONTEXTS)
-
     def set_context(context: int) -> None:
         if context:
             world.set_device(context - _CONTEXTS)
@@ -236,9 +228,6 @@ def _functions(world: World, kernels: Any) -> dict[str, Callable[..., Any]]:
             del world.local.device
 
     return {
-        "cuDevicePrimaryCtxRetain": retain_context,
-        "cuCtxPushCurrent": push_context,
-        "cuCtxPopCurrent": lambda context: write(context, ctypes.c_size_t, _CONTEXTS + world.pushed().pop()),
         "cuCtxGetCurrent": lambda context: write(
             context, ctypes.c_size_t, _CONTEXTS + world.current_device() if world.has_context() else 0
         ),

@@ -87,31 +87,22 @@ class World:
 
     # -- devices ---------------------------------------------------------------------------------------------------
 
-    def pushed(self) -> list[int]:
-        """The devices whose contexts the thread has pushed by the driver; the last one is the current one."""
-        return self.local.__dict__.setdefault("pushed", [])
-
     def current_device(self) -> int:
-        return (self.pushed() or [self.local.__dict__.get("device", 0)])[-1]
+        return self.local.__dict__.get("device", 0)
 
     def device(self) -> int:
-        """The thread's device, for what needs the device's primary context."""
-        self.contexts.add(self.current_device())
-        if not self.pushed():
-            self.local.device = self.current_device()
+        """The thread's device, for what needs the device's primary context, which becomes the current one."""
+        self.set_device(self.current_device())
         return self.current_device()
 
     def has_context(self) -> bool:
         """Whether the thread has a current context, without which the driver does nothing."""
-        return bool(self.pushed()) or "device" in self.local.__dict__
+        return "device" in self.local.__dict__
 
     def set_device(self, device: int) -> None:
         if not 0 <= device < DEVICES:
             raise CUDARuntimeError(101)
-        if self.pushed():
-            self.pushed()[-1] = device
-        else:
-            self.local.device = device
+        self.local.device = device
         self.contexts.add(device)  # since CUDA 12
 
     # -- streams ---------------------------------------------------------------------------------------------------

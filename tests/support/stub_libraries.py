@@ -33,11 +33,8 @@ CUresult cuGetProcAddress_v2(const char *symbol, void **found, int version, cuui
 CUdriverProcAddressQueryResult *result)
 CUresult cuGetErrorName(CUresult error, const char **text)
 CUresult cuGetErrorString(CUresult error, const char **text)
-CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 CUresult cuCtxGetCurrent(CUcontext *context)
 CUresult cuCtxSetCurrent(CUcontext context)
-CUresult cuCtxPushCurrent(CUcontext context)
-CUresult cuCtxPopCurrent(CUcontext *context)
 CUresult cuEventQuery(CUevent event)
 CUresult cuStreamQuery(CUstream stream)
 CUresult cuStreamWaitValue32(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned int flags)
@@ -87,7 +84,7 @@ class _UniqueId(ctypes.Structure):
 _TYPES = """
 #include <stddef.h>
 #include <stdint.h>
-typedef int CUresult, CUdriverProcAddressQueryResult, CUdevice, CUpointer_attribute, CUstreamCaptureMode;
+typedef int CUresult, CUdriverProcAddressQueryResult, CUpointer_attribute, CUstreamCaptureMode;
 typedef int ncclResult_t, ncclDataType_t, ncclRedOp_t;
 typedef uint32_t cuuint32_t;
 typedef uint64_t cuuint64_t;
