@@ -24,8 +24,9 @@ from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, QcclError
 
 __all__ = ["CudaRun", "PendingRuns"]
 
-#: what pending runs may have in the queue of a stream, which holds about 1,024 entries: a launch into a full one blocks
-_QUEUE_ENTRIES = 512
+#: entries of pending runs in the queues of their streams, which may be one of the hardware's: a launch into a full one
+#: blocks. It holds about 1,000, and some are the caller's
+_QUEUE_ENTRIES = 896
 #: a thread that waits sleeps for a sixteenth of the time so far, and so notices the end at most 6% late, or 0.5 ms
 _NAPS = 16
 _LEAST_NAP, _LONGEST_NAP = 10e-6, 500e-6
@@ -41,7 +42,7 @@ class CudaRun(WithCallbacks):
         stream: the caller's.
         captured: the run became part of a graph, which has not been launched.
         number: of the run among those of its engine, which the flags show; 0 if it is captured.
-        entries: that it has in the fullest queue of a stream.
+        entries: that it has in the queues of its streams.
         event: complete when the run is.
         kept: objects that must live until the run has ended.
         program: kept because the device reads its tables until the run has ended.
