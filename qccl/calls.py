@@ -70,6 +70,7 @@ class Collectives:
     size: int
     backend: str
     nodes: tuple[int, ...]
+    _node_ids: tuple[int, ...]  # of a hierarchical_allreduce that names none
     _session: Session
     _memory: Memory
     _chooser: Chooser
@@ -261,7 +262,8 @@ class Collectives:
           and draws no random numbers, such as "minmax8".
         - ``layout``: with "sharded" several ranks of each node communicate with other nodes, each for a part (as many
           parts as the smallest node has ranks); with "leader" the first rank does, as in ByteGrad.
-        - ``node_ids`` has a number for each rank, equal for ranks of one node; None means the machines of the ranks.
+        - ``node_ids`` has a number for each rank, equal for ranks of one node; None means the machines of the ranks,
+          or the halves of a machine with two sockets whose GPUs communicate over PCIe.
         - ``algorithm``, "one_shot" or "two_round", runs between nodes; "auto" is one_shot for two nodes.
         - ``inter="host"``: on CUDA, codes between nodes go through pinned host memory and MPI instead of NCCL. It needs
           a communicator over MPI and cannot be captured in a graph. On the host it changes nothing.
@@ -361,7 +363,7 @@ class Collectives:
             memory=memory,
             rank=self.rank,
             size=self.size,
-            nodes=self.nodes,
+            node_ids=self._node_ids,
             arrays=arrays,
             codecs=codecs_of(options["codec"]),
             chunk=options["chunk"],

@@ -29,6 +29,8 @@ class ChunkPolicy:
         small_sent: the same for all that a rank sends in a round for one chunk, which has as many messages as other
             parts; on average, because the number of chunks is rounded to the nearest.
         enough: chunks of a part, of which more are made only where ``large`` or ``slots`` ask for it.
+        enough_alone: the same for a vector that is a single part, which one rank sends or receives as a whole, or which
+            ranks pass on, as in a broadcast; 0: ``enough``.
         large: bytes of codes in a large chunk, at most.
         slots: bytes of all wire slots of an all-reduce, at most, unless chunks are smaller than ``small`` then.
         ramp: in two levels chunks grow from ``small`` to so many times that, and shrink again; 0: they are equal there,
@@ -40,6 +42,7 @@ class ChunkPolicy:
     small: int = 1
     small_sent: float = 1
     enough: int = 1
+    enough_alone: int = 0
     large: int = sys.maxsize
     slots: int = sys.maxsize
     ramp: int = 0
@@ -66,7 +69,8 @@ class ChunkPolicy:
         nbytes = codec.encoded_nbytes(granules * codec.granule, FLOAT32)
         small = min(-(-nbytes // self.small), round(nbytes * max(parts - 1, 1) / self.small_sent))
         large = -(-nbytes // min(self.large, self.slot(parts)))
-        return max(1, min(small, max(large, self.enough), granules))
+        enough = self.enough if parts > 1 else self.enough_alone or self.enough
+        return max(1, min(small, max(large, enough), granules))
 
     def slot(self, parts: int) -> int:
         """The bytes of codes in a chunk with which the wire slots of an all-reduce fill ``slots``."""
@@ -93,13 +97,31 @@ def shared_memory(ranks: int) -> ChunkPolicy:
     return ChunkPolicy(values=max(160 << 10, (12 << 20) // (DEFAULT_DEPTH * (3 * ranks - 2))))
 
 
-#: what a chunk costs a GPU in each round beside its transfer, in seconds: an NCCL group takes 20 to 30 us whatever its
-#: size, and a launch about 5 us; two rounds have three launches
-_GPU_OVERHEAD = 25e-6 + 1.5 * 5e-6
-#: bytes per second that a GPU sends: PCIe 4, or a network card of 200 Gbit/s. NVLink is ten times as fast, so fewer
-#: chunks would be better there, but that is where compression pays least
-_GPU_BANDWIDTH = 25e9
-#: On a GPU kernels overlap with transfers, so there are as many chunks as their overhead allows: the transfer of a
-#: chunk takes twice as long as its overhead, which is then at most a third of a round. More than 16 gain nothing: the
-#: first encoding and the last decoding, which overlap with nothing, are then 1/16. 4 MiB limit the wire slots.
-GPU = ChunkPolicy(small_sent=2 * _GPU_OVERHEAD * _GPU_BANDWIDTH, enough=16, large=4 << 20)
+#: microseconds that a chunk costs in each round, beside its transfer and its kernels: an NCCL group takes the host 20
+#: to 30 whatever its size, and a launch about 5; two rounds have three launches
+_GPU_OVERHEAD = 25 + 1.5 * 5
+#: microseconds of a transfer between machines. NCCL's protocol LL takes 3 to 5, but sends and receives between machines
+#: have no buffers for it, so small messages take as long as others (graph/tuning.cc and transport/net.cc of NCCL 2.30)
+_GPU_NETWORK_LATENCY = 14
+
+
+def _between_gpus(bandwidth: float, enough: int, large: int = 4 << 20, latency: float = 0) -> ChunkPolicy:
+    """The transfer of a chunk takes twice as long as its overhead, which is then at most a third of a round.
+
+    ``bandwidth`` of a rank is in bytes per microsecond. ``large``, and 136 MiB together, limit the wire slots.
+    """
+    small_sent = 2 * (_GPU_OVERHEAD + latency) * bandwidth
+    return ChunkPolicy(small_sent=small_sent, enough=enough, enough_alone=16, large=large, slots=136 << 20)
+
+
+#: Between GPUs, by the slowest link between two ranks. In a round among all ranks, further chunks hide only the kernels
+#: of the first and the last one, and each takes the host 65 us or more: by a model of 64 MiB in 8-bit codes on 8 ranks,
+#: 2 chunks take 0.17 ms over NVLink of H100s (9 chunks 0.6), 3 chunks 1.5 to 1.7 ms over PCIe 4 (16 chunks 1.8 to 1.9),
+#: and 2 chunks 2.9 ms at 100 Gbit/s (16 chunks 3.5). A vector that passes from rank to rank as a whole needs more.
+#:
+#: NVLink has 200 to 400 GB/s, but kernels take as long as transfers. PCIe is version 4; a network has 100 Gbit/s.
+GPU = {
+    "NVLink": _between_gpus(100e3, enough=2, large=8 << 20),
+    "PCIe": _between_gpus(25e3, enough=3),
+    "network": _between_gpus(12.5e3, enough=2, latency=_GPU_NETWORK_LATENCY),
+}

@@ -12,7 +12,8 @@ from qccl.collectives.partitions import partition
 from qccl.dtypes import FLOAT32
 
 CODECS = [get(spec) for spec in ("none", "minmax8", "minmax4", "trellis2", "minmax8:bucket=shard")]
-POLICIES = (NETWORK, BETWEEN_SITES, GPU, ChunkPolicy.of_elements(100_000), shared_memory(4), shared_memory(64))
+CALLERS = ChunkPolicy.of_elements(100_000)
+POLICIES = (NETWORK, BETWEEN_SITES, *GPU.values(), CALLERS, shared_memory(4), shared_memory(64))
 
 
 #: of any order of magnitude
@@ -27,6 +28,7 @@ def test_chunks_are_within_the_limits_of_their_policy(policy: ChunkPolicy, granu
     assert 1 <= chunks <= max(1, granules) and chunks <= policy.chunks(granules + 1, parts, codec)
     nbytes = codec.encoded_nbytes(granules * codec.granule, FLOAT32)
     large = min(policy.large, policy.slot(parts))
+    enough = policy.enough if parts > 1 else policy.enough_alone or policy.enough
     if not codec.splittable:
         assert chunks == 1
     elif policy.values is not None:
@@ -36,26 +38,34 @@ def test_chunks_are_within_the_limits_of_their_policy(policy: ChunkPolicy, granu
     else:
         sent = nbytes * max(parts - 1, 1)
         are_small = chunks * policy.small >= nbytes or (chunks + 0.5) * policy.small_sent >= sent or chunks >= granules
-        assert are_small or (chunks >= policy.enough and chunks * large >= nbytes)
+        assert are_small or (chunks >= enough and chunks * large >= nbytes)
         assert chunks == 1 or ((chunks - 1) * policy.small < nbytes and (chunks - 0.5) * policy.small_sent <= sent)
-        assert chunks <= policy.enough or (chunks - 1) * large < nbytes
+        assert chunks <= enough or (chunks - 1) * large < nbytes
 
 
 def test_chunks_in_two_levels_grow_over_a_network_alone() -> None:
-    policies = (NETWORK, shared_memory(4), GPU, ChunkPolicy.of_elements(100_000))
+    policies = (NETWORK, shared_memory(4), GPU["network"], ChunkPolicy.of_elements(100_000))
     layouts = [partition([64 << 20], 4, (get("none"), MinMax(8)), policy, ramped=True) for policy in policies]
     assert [layout.ramp > 1 for layout in layouts] == [True, False, False, False]
 
 
+@pytest.mark.parametrize("link", GPU)
 @pytest.mark.parametrize("parts", [2, 3, 8, 64])
-def test_chunks_on_a_gpu(parts: int) -> None:
-    """One chunk if that is all that pays, three from a few MiB on, and never chunks of more than 4 MiB of codes."""
+def test_chunks_on_a_gpu(parts: int, link: str) -> None:
+    """One chunk if that is all that pays, more from some MiB on, and never slots of more than 136 MiB together."""
     codec = get("none")  # 4 KiB of codes in each of its granules
-    numbers = [GPU.chunks(granules, parts, codec) for granules in (0, 1, 1280, 1 << 18, 1 << 22)]
-    assert numbers[:2] == [1, 1] and numbers[2] >= 3 and numbers[3:] == [1 << 8, 1 << 12]
-    assert numbers == sorted(numbers)
+    numbers = [GPU[link].chunks(granules, parts, codec) for granules in (0, 1, (8 << 8) // (parts - 1), 1 << 22)]
+    enough = {"NVLink": 1, "PCIe": 3, "network": 2}[link]
+    large = min((8 if link == "NVLink" else 4) << 20, (136 << 20) // (3 * (3 * parts - 2)))
+    assert numbers == [1, 1, enough, -(-(16 << 30) // large)]
+
+
+@pytest.mark.parametrize("link", GPU)
+def test_a_broadcast_has_many_chunks_on_a_gpu(link: str) -> None:
+    """They pass from rank to rank: with two of them, seven hops would take four times as long as one."""
+    assert 10 <= GPU[link].chunks(16 << 10, 1, get("none")) <= 16
 
 
 def test_a_chunk_is_one_granule_at_least() -> None:
     assert ChunkPolicy.of_elements(1).chunks(5, 2, MinMax(bucket=64)) == 5
-    assert NETWORK.chunks(1, 1, get("none")) == GPU.chunks(1, 1, get("none")) == 1
+    assert NETWORK.chunks(1, 1, get("none")) == GPU["PCIe"].chunks(1, 1, get("none")) == 1

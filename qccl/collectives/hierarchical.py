@@ -101,9 +101,9 @@ class HierarchicalSpec(CollectiveSpec):
 
     @classmethod
     def named(cls, call: Call) -> dict[str, Values]:
-        """See CollectiveSpec; without ``node_ids`` the nodes are the machines of the ranks."""
+        """See CollectiveSpec; without ``node_ids`` the nodes are the communicator's."""
         if call.own["node_ids"] is None:
-            call.own["node_ids"] = call.nodes
+            call.own["node_ids"] = call.node_ids
         return input_and_output(call.find, *call.arrays)
 
     def __post_init__(self) -> None:

@@ -31,7 +31,8 @@ class Call:
     """A call as the program makes it, before its checks (CollectiveSpec.from_call).
 
     Attributes:
-        memory, rank, size, nodes: of the communicator.
+        memory, rank, size: of the communicator.
+        node_ids: the nodes of a hierarchical_allreduce that names none.
         arrays: arrays, or with a ``count`` raw pointers to as many elements each.
         own: the collective's own parameters, by name.
         codecs: the codec; with "auto" the codecs from which the ranks choose.
@@ -41,7 +42,7 @@ class Call:
     memory: Memory
     rank: int
     size: int
-    nodes: tuple[int, ...]
+    node_ids: tuple[int, ...]
     arrays: tuple[Any, ...]
     own: dict[str, Any]
     codecs: tuple[CodecLike, ...]

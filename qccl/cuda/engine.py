@@ -1,6 +1,6 @@
 """The CUDA engine: puts the tasks of schedules on streams, and makes failures and deadlines end all runs.
 
-The host waits in a call only if the runs under way fill half a stream's queue. A run's work is ordered behind the
+The host waits in a call only if the runs under way fill a stream's queue. A run's work is ordered behind the
 caller's stream, on one stream for computation and one for communication (streams.py derives the events between them),
 and the caller's stream then waits for the run. All runs of a communicator share these streams, so each is ordered
 behind the one before, and a program may be started again at once.
@@ -69,13 +69,12 @@ _failed: list[CudaEngine] = []
 class CudaEngine:
     """Runs schedules on one GPU of a transport (interface: engine.base.Engine). One thread at a time may use it."""
 
-    chunking = GPU
-
     def __init__(self, transport: DeviceTransport) -> None:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.numbers = Numbers()
         self.timeout = 60.0
+        self.chunking = GPU[transport.link]
         self.tallies = Tallies(are_timed=False)  # the events of runs have no times, which would cost the device some
         self.device = Device(transport.device, transport.stream)
         fail = weakref.WeakMethod(self.fail)

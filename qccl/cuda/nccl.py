@@ -39,6 +39,7 @@ from qccl.cuda.libraries import (
     pick_device,
     wait_for,
 )
+from qccl.cuda.links import common_link, describe, halves
 from qccl.cuda.nccl_id import ID_NBYTES, agreed_id, broadcast_note
 from qccl.cuda.nccl_library import UINT8, BareCommunicator, set_up, with_reason
 from qccl.deadline import Deadline
@@ -77,14 +78,22 @@ class NcclTransport(DeviceTransport):
         Garbage(device).drop_with(self, [comm], self._lost, [self._stream, self._event])
         try:
             set_up(device, timeout, "the first transfers", self._connect)
-            notes = self.allgather(f"{machine()}\n{hardware_of(device)}".encode(), timeout)
-            machines, hardware = zip(*(note.decode().split("\n", 1) for note in notes), strict=True)
+            note = "\n".join((machine(), hardware_of(device), describe(device)))
+            notes = [each.decode().split("\n") for each in self.allgather(note.encode(), timeout)]
+            machines, hardware, gpus = zip(*notes, strict=True)
             self.hardware = "; ".join(f"{hardware.count(each)} x {each}" for each in sorted({*hardware}))
+            self.link = common_link(machines, gpus)
+            self.halves = halves(gpus) if self.link == "PCIe" else ()
             places = find_topology(self.rank, machines)
         except BaseException as error:
             self.abort(f"the ranks could not be connected: {error}")
             raise
         self.local_rank, self.local_size, self.nodes, _ = places
+
+    @property
+    def carrier(self) -> str:
+        """See Group."""
+        return f"{self.name} over {self.link}"
 
     # -- constructors ------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ class Group(ABC):
         nodes: for each rank, the number of its machine. Network namespaces on one machine count as machines.
         is_threaded: any thread may use it (one at a time), whatever other threads do with the library underneath.
         can_regroup: the ranks that are left after a loss can make another group.
+        halves: for each rank, the half of its machine that is its node in a hierarchical all-reduce that names none;
+            empty: the machines are the nodes.
         hardware: on CUDA, the GPUs of all ranks and the version of NCCL; empty on the host.
         engine: the engine that uses this transport; None: no engine does yet.
         made: the transport of the latest group that split() or regroup() made, or is making.
@@ -41,6 +43,7 @@ class Group(ABC):
     local_rank: int
     local_size: int
     nodes: tuple[int, ...]
+    halves: tuple[int, ...] = ()
     is_threaded: bool = True
     can_regroup: bool = False
     hardware: str = ""
@@ -184,12 +187,14 @@ class DeviceTransport(Group):
     Attributes:
         device: number of this rank's GPU.
         stream: for transfers; all ranks put the same transfers on it, in the same order.
+        link: the slowest link between two ranks, a key of qccl.chunks.GPU; the same on all ranks.
         host: a transport between the same ranks for host memory, which one engine may use, or None. It ends with this
             transport.
     """
 
     device: int
     stream: int
+    link: str = "PCIe"
     host: Transport | None
 
     @abstractmethod

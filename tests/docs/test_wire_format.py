@@ -69,8 +69,12 @@ def test_the_word_on_the_page() -> None:
     assert word is not None and oracle.random_words(4, 7, oracle.RngCounter(call=5))[3] == int(word[1], 16)
 
 
+#: s, e and l of the page
+GPUS = {"NVLink": (6500000, 2, 8388608), "PCIe": (1625000, 3, 4194304), "network": (1162500, 2, 4194304)}
+
+
 @pytest.mark.parametrize("spec", ["minmax8", "minmax4:bucket=shard", "none", "topk:k=0.01", "onebit:bucket=8"])
-@pytest.mark.parametrize("where", ["chunk=5000", "in shared memory", "over a network", "on CUDA"])
+@pytest.mark.parametrize("where", ["chunk=5000", "in shared memory", "over a network", *GPU])
 def test_shards_and_chunks_are_cut_as_the_page_says(spec: str, where: str) -> None:
     """The page's formulas, written down once more, against the library's partition."""
     codec = codecs.get(spec)
@@ -81,9 +85,10 @@ def test_shards_and_chunks_are_cut_as_the_page_says(spec: str, where: str) -> No
         if where == "over a network":
             policy, b = NETWORK, max(49152, min(-(-size // 9), 163840, 3145728 // (3 * (3 * n - 2))))
             chunks = max(1, min(-(-size // b), largest))
-        elif where == "on CUDA":
-            policy, rounds = GPU, round(size * max(n - 1, 1) / 1625000)
-            chunks = max(1, min(rounds, max(16, -(-size // 4194304)), largest))
+        elif where in GPU:
+            policy, (sent, enough, most) = GPU[where], GPUS[where]
+            large = -(-size // min(most, 142606336 // (3 * (3 * n - 2))))
+            chunks = max(1, min(round(size * max(n - 1, 1) / sent), max(enough if n > 1 else 16, large), largest))
         else:
             shared = where == "in shared memory"
             policy = shared_memory(n) if shared else ChunkPolicy.of_elements(5000)

@@ -296,6 +296,15 @@ def _cupy(world: World, cuda: ModuleType) -> ModuleType:
     )
 
 
+def _load_nvml(world: World) -> None:
+    def load() -> Any:
+        if world.nvml is None:
+            raise OSError("libnvidia-ml.so.1: cannot open shared object file")
+        return world.nvml
+
+    importlib.import_module("qccl.cuda.links")._nvml = load
+
+
 def _run_while_flags_are_read(world: World) -> None:
     """Do some of what can be done whenever the host looks at the flags of runs."""
     flags = importlib.import_module("qccl.cuda.flags").RunFlags
@@ -335,7 +344,7 @@ def _in_place(world: World) -> Any:
 
     made = modules(world)
     registries = len(lifetime._registries)
-    parts = ("device", "engine", "flags", "kernels", "memory", "nccl", "nccl_id", "nccl_library", "program")
+    parts = ("device", "engine", "flags", "kernels", "links", "memory", "nccl", "nccl_id", "nccl_library", "program")
     parts += ("rig", "run", "staging", "state", "watchdog", "workspace")
     ours = tuple(f"qccl.cuda.{part}" for part in parts)
     saved = {name: sys.modules.pop(name, None) for name in (*made, *ours)}
@@ -343,6 +352,7 @@ def _in_place(world: World) -> Any:
     libraries.cuda_libraries.cache_clear()
     folder = os.environ.get("QCCL_CACHE_DIR")
     _run_while_flags_are_read(world)
+    _load_nvml(world)
     os.environ["QCCL_CACHE_DIR"] = ""  # what the fake compiles is of no use to others
     try:
         yield made["cupy"]

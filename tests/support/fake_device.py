@@ -83,6 +83,7 @@ class World:
         self.free_memory = 1 << 30  # what the driver says, and the most bytes that it gives at once
         self.full: set[int] = set()  # devices on which the driver has no memory left
         self.no_stream_memory = False  # the driver cannot let a stream write words
+        self.nvml: Any = None  # libnvidia-ml.so.1, if there is one
         self.threads_before = set(threading.enumerate())  # of other tests
 
     # -- devices ---------------------------------------------------------------------------------------------------
