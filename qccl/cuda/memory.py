@@ -35,6 +35,8 @@ _LEGACY = 1
 _NO_ORDER = -1
 #: of NONFINITE_KERNEL: the index if all elements are finite, and the most blocks
 _NONE, _SCAN_BLOCKS = 2**64 - 1, 1024
+#: allocations whose pointers were checked and are remembered
+_CHECKED = 1024
 _ELEMENTS = {"<f4": "float32", "<f2": "float16", "<u2": "uint16"}
 
 
@@ -61,6 +63,7 @@ class CudaMemory:
     def __init__(self, device: int) -> None:
         self.device = device
         self.calls = _host.CallTable(Codec, _view)
+        self._checked: dict[int, tuple[int, int]] = {}  # address -> the allocation's end and number
 
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
         """An array on this rank's GPU, by DLPack or by ``__cuda_array_interface__``.
@@ -172,23 +175,31 @@ class CudaMemory:
             raise self._elsewhere(what, view.device_id)
 
     def _check_memory(self, address: int, nbytes: int, what: str) -> None:
-        """Ask the driver about an address. Raises InvalidBufferError."""
+        """Ask the driver about an address. Raises InvalidBufferError.
+
+        What was found holds for as long as the allocation lives: no later one gets its number, the BUFFER_ID.
+        """
         if nbytes == 0:
             return
         driver = cuda_libraries().bindings
         attribute = driver.CUpointer_attribute
+        if (checked := self._checked.get(address)) is not None:
+            status, number = driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, address)
+            if not status and number == checked[1] and address + nbytes <= checked[0]:
+                return
         wanted = [
             attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
             attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
             attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED,
             attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
             attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+            attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID,
         ]
         with on_device(self.device):  # a thread that has made no call yet has no context
             status, found = driver.cuPointerGetAttributes(len(wanted), wanted, address)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise InvalidBufferError(f"{what} {address:#x} is not memory that CUDA knows ({status.name})")
-        kind, device, managed, start, size = (int(each) for each in found)
+        kind, device, managed, start, size, number = (int(each) for each in found)
         if kind != int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE) and not managed:
             raise InvalidBufferError(
                 f"{what} {address:#x} is host memory, or no memory that CUDA knows; this communicator works on GPU "
@@ -201,6 +212,10 @@ class CudaMemory:
                 f"{what}: {nbytes} bytes from {address:#x} were announced, but the allocation is the {size} bytes from "
                 f"{start:#x}"
             )
+        if size and number:
+            if len(self._checked) >= _CHECKED:
+                self._checked.clear()
+            self._checked[address] = start + size, number
 
     def _elsewhere(self, what: str, device: int) -> InvalidBufferError:
         return InvalidBufferError(

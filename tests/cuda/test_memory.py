@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import fake_cuda
+import fake_device
 import numpy as np
 import pytest
 from cuda_ranks import on_gpus, one, values
@@ -166,3 +167,26 @@ def test_nonfinite(comm, cupy):
     spoilt[7] = np.inf
     with pytest.raises(qccl.ArgumentError, match="element 7"):
         comm.quantized_allreduce(fake_cuda.array(spoilt), op="avg", nonfinite="error")
+
+
+@on_gpus(1)
+def test_a_pointer_is_looked_up_once_for_each_allocation(comm, world, cupy):
+    """One short question remains in a repeated call: whether it is the same allocation still."""
+    x, out = (cupy.cuda.memory.Memory(4000) for _ in range(2))
+    found = []
+    for _ in range(3):
+        world.asked.clear()
+        qccl.quantized_allreduce(x.ptr, out.ptr, 1000, "float32", "sum", comm)
+        found.append([*world.asked])
+    assert found[1] == found[2] == [1, 1] and found[0].count(6) == 2
+    comm.check()
+    block, address = world.memory[x.ptr], x.ptr
+    world.memory[address] = again = fake_device.Block(2000)  # freed, and allocated anew at the same address
+    with pytest.raises(qccl.InvalidBufferError, match="the allocation is the 2000 bytes"):
+        qccl.quantized_allreduce(address, out.ptr, 1000, "float32", "sum", comm)
+    del world.memory[address]  # freed
+    with pytest.raises(qccl.InvalidBufferError, match="no memory that CUDA knows"):
+        qccl.quantized_allreduce(address, out.ptr, 1000, "float32", "sum", comm)
+    world.memory[address] = block
+    qccl.quantized_allreduce(address, out.ptr, 1000, "float32", "sum", comm)
+    assert again.number != block.number

@@ -76,18 +76,29 @@ _SIMPLE = {
 
 
 #: CUpointer_attribute
-_MEMORY_TYPE, _IS_MANAGED, _ORDINAL, _RANGE_START, _RANGE_NBYTES = 2, 8, 9, 11, 12
+_MEMORY_TYPE, _BUFFER_ID, _IS_MANAGED, _ORDINAL, _RANGE_START, _RANGE_NBYTES = 2, 7, 8, 9, 11, 12
+_INVALID_VALUE = 1
 
 
 def _pointer_attributes(world: World, count: int, wanted: int, data: int, address: int) -> None:
-    answers = {_MEMORY_TYPE: 0, _IS_MANAGED: 0, _ORDINAL: -2, _RANGE_START: 0, _RANGE_NBYTES: 0}
+    world.asked.append(count)
+    answers = {_MEMORY_TYPE: 0, _BUFFER_ID: 0, _IS_MANAGED: 0, _ORDINAL: -2, _RANGE_START: 0, _RANGE_NBYTES: 0}
     for start, block in world.memory.items():
         if start <= address < start + block.nbytes:
             found = {_MEMORY_TYPE: 2, _ORDINAL: world.devices.get(start, 0), _RANGE_START: start}
-            answers |= found | {_RANGE_NBYTES: block.nbytes}
+            answers |= found | {_RANGE_NBYTES: block.nbytes, _BUFFER_ID: block.number}
     for attribute, place in zip(_array(wanted, ctypes.c_int, count), _array(data, ctypes.c_size_t, count), strict=True):
-        kind = ctypes.c_size_t if attribute in (_RANGE_START, _RANGE_NBYTES) else ctypes.c_int
+        kind = ctypes.c_size_t if attribute in (_RANGE_START, _RANGE_NBYTES, _BUFFER_ID) else ctypes.c_int
         write(place, ctypes.c_uint8 if attribute == _IS_MANAGED else kind, answers[attribute])
+
+
+def _buffer_id(world: World, data: int, wanted: int, address: int) -> None:
+    assert wanted == _BUFFER_ID
+    world.asked.append(1)
+    found = [block.number for start, block in world.memory.items() if start <= address < start + block.nbytes]
+    if not found:
+        raise Refused(_INVALID_VALUE)
+    write(data, ctypes.c_size_t, found[0])
 
 
 def _array(address: int, kind: Any, count: int) -> list[int]:
@@ -236,6 +247,7 @@ def _functions(world: World, kernels: Any) -> dict[str, Callable[..., Any]]:
         "cuStreamQuery": lambda stream: query(lambda: world.is_empty(stream)),
         "cuStreamWaitValue32": functools.partial(_wait_value, world),
         "cuStreamWriteValue32": functools.partial(_write_value, world),
+        "cuPointerGetAttribute": functools.partial(_buffer_id, world),
         "cuPointerGetAttributes": functools.partial(_pointer_attributes, world),
         "cuThreadExchangeStreamCaptureMode": exchange_mode,
         "cuLaunchKernel": launch,

@@ -60,6 +60,7 @@ class World:
         self.kernels: dict[int, str] = {}  # those that were loaded, by their numbers
         self.calls: list[tuple[Any, ...]] = []  # what the host asked for, for tests of the order
         self.memory: dict[int, Block] = {}
+        self.asked: list[int] = []  # the numbers of attributes of a pointer that the driver was asked for
         self.pinned: weakref.WeakSet[Block] = weakref.WeakSet()
         self.devices: dict[int, int] = {}  # address -> device
         self.arenas: defaultdict[int, list[Block]] = defaultdict(list)
@@ -327,8 +328,10 @@ class Event:
 
 
 class Block:
+    numbers = itertools.count(1)  # of allocations; none is used twice
+
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+        self.nbytes, self.number = nbytes, next(self.numbers)
         self.content = ctypes.create_string_buffer(nbytes + 256)
         base = ctypes.addressof(self.content)
         self.ptr = -(-base // 256) * 256

@@ -39,6 +39,7 @@ CUresult cuEventQuery(CUevent event)
 CUresult cuStreamQuery(CUstream stream)
 CUresult cuStreamWaitValue32(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned int flags)
 CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned int flags)
+CUresult cuPointerGetAttribute(void *data, CUpointer_attribute wanted, CUdeviceptr address)
 CUresult cuPointerGetAttributes(unsigned int count, CUpointer_attribute *wanted, void **data, CUdeviceptr address)
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)
 CUresult cuLaunchKernel(CUfunction kernel, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z, \
