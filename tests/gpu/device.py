@@ -11,7 +11,7 @@ import numpy as np
 from qccl.communicator import Communicator
 from qccl.cuda import CudaBackend
 from qccl.cuda.libraries import DEVICE_TO_HOST, HOST_TO_DEVICE, ON_DEVICE, cuda_libraries
-from qccl.transports.base import Call, DeviceTransfer, Group, Transport
+from qccl.transports.base import Call, DeviceTransfer, DeviceTransport, Transport
 
 GUARD = 256
 
@@ -97,8 +97,8 @@ class Kernels:
             self._race((1,), (1024,), (np.uint64(target),))
 
 
-class _Alone:
-    """What a transport of one GPU has nothing to do for (DeviceTransport)."""
+class _Alone(DeviceTransport):
+    """What a transport of one GPU has nothing to do for."""
 
     def __init__(self) -> None:
         gpu = cuda_libraries()
@@ -120,13 +120,13 @@ class _Alone:
 
 
 class Mirror(_Alone):
-    """Rank 0 of a group whose other ranks hold what this one holds: it gets back what it sends (DeviceTransport).
+    """Rank 0 of a group whose other ranks hold what this one holds: it gets back what it sends.
 
     With one_shot that is a true all-reduce of equal arrays. A transfer takes ``seconds_per_byte`` in addition, and
     transfers come one after the other, as over a link.
     """
 
-    name, hardware = "mirror", ""
+    name = "mirror"
     rank = local_rank = 0
     host = None
 
@@ -153,8 +153,8 @@ class Mirror(_Alone):
         return [item] * self.size
 
 
-class Apart(_Alone, Group):
-    """Ranks, each on its own node, that have only a host transport between them (DeviceTransport)."""
+class Apart(_Alone):
+    """Ranks, each on its own node, that have only a host transport between them."""
 
     name = "apart"
 
