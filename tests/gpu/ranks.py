@@ -105,31 +105,26 @@ def check_faults() -> dict[str, Any]:
 
 def _start(size: int, what: str) -> tuple[list[dict[str, Any]], list[int]]:
     """All ranks' reports and exit statuses."""
-    port, processes = free_ports(1)[0], []
-    for rank in range(size):
+    port, is_shared = free_ports(1)[0], libraries.device_count() < size
+
+    def run(rank: int) -> tuple[dict[str, Any], int]:
         place = torch_variables(rank, size, port) | {"QCCL_PORT": str(port)}
-        if libraries.device_count() < size:
+        if is_shared:
             place |= ALONE | {"NCCL_HOSTID": f"rank{rank}"}
-        command = [sys.executable, str(Path(__file__)), what]
-        processes.append(
-            subprocess.Popen(command, env=os.environ | place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-    deadline = time.monotonic() + _SECONDS
-    with ThreadPoolExecutor(size) as pool:  # reads the outputs at the same time, so that no rank blocks
-        ended = list(pool.map(lambda process: _ended(process, deadline), processes))
-    return [report for report, _ in ended], [status for _, status in ended]
+        command, pipe = [sys.executable, str(Path(__file__)), what], subprocess.PIPE
+        with subprocess.Popen(command, env=os.environ | place, stdout=pipe, stderr=pipe, text=True) as process:
+            try:
+                out, err = process.communicate(timeout=_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out, err = process.communicate(timeout=30)
+        sys.stderr.write(err)  # the section's process keeps all of it
+        lines = [line for line in out.splitlines() if line.startswith("{")]
+        return json.loads(lines[-1]) if lines else {"stderr": err[-1000:]}, process.returncode
 
-
-def _ended(process: subprocess.Popen[str], deadline: float) -> tuple[dict[str, Any], int]:
-    """The report and exit status of a rank, which is ended at the deadline."""
-    try:
-        out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate(timeout=30)
-    sys.stderr.write(err)  # the section's process keeps all of it
-    lines = [line for line in out.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if lines else {"stderr": err[-1000:]}, process.returncode
+    with ThreadPoolExecutor(size) as pool:
+        reports, statuses = zip(*pool.map(run, range(size)), strict=True)
+    return list(reports), list(statuses)
 
 
 # -- one rank --------------------------------------------------------------------------------------------------------
