@@ -87,7 +87,7 @@ def check(size: int) -> dict[str, Any]:
             assert mine == wanted, f"rank {rank} of {size}: {CALLS[number]} differs from the host's bytes"
         assert report["graph"] == expected[0], f"rank {rank} of {size}: the replay of a graph differs"
         assert report["split"] == [size - 1 - rank, size], f"rank {rank} of {size}: split gave {report['split']}"
-    return {key: [report[key] for report in reports] for key in ("gpu", "seconds")}
+    return {key: [report[key] for report in reports] for key in ("gpu", "link", "seconds")}
 
 
 def check_faults() -> dict[str, Any]:
@@ -165,8 +165,8 @@ def _calls() -> dict[str, Any]:
         assert (y.get() == comm.size).all()
         split = [sub.rank, sub.size]
         sub.close()
-    seconds = time.monotonic() - begin
-    return {"gpu": device, "digests": digests, "graph": replayed, "split": split, "seconds": seconds}
+    figures = {"gpu": device, "link": comm.transport.link, "seconds": time.monotonic() - begin}
+    return {"digests": digests, "graph": replayed, "split": split, **figures}
 
 
 def _faults() -> dict[str, Any]:
