@@ -70,7 +70,7 @@ class Collectives:
     size: int
     backend: str
     nodes: tuple[int, ...]
-    _node_ids: tuple[int, ...]  # of a hierarchical_allreduce that names none
+    _halves: tuple[int, ...]
     _session: Session
     _memory: Memory
     _chooser: Chooser
@@ -363,7 +363,7 @@ class Collectives:
             memory=memory,
             rank=self.rank,
             size=self.size,
-            node_ids=self._node_ids,
+            node_ids=self._halves or self.nodes,
             arrays=arrays,
             codecs=codecs_of(options["codec"]),
             chunk=options["chunk"],

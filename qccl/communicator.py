@@ -95,7 +95,7 @@ class Communicator(Collectives):
         self.rank, self.size = transport.rank, transport.size
         self.local_rank, self.local_size = transport.local_rank, transport.local_size
         self.nodes = transport.nodes
-        self._node_ids = transport.halves or transport.nodes
+        self._halves = transport.halves
         self.backend = made.name
         self.transport = transport
         self._make_backend = backend
@@ -231,7 +231,7 @@ class Communicator(Collectives):
         """
         self._session.check_usable()
         if collective == HierarchicalSpec.name:
-            parameters = {"node_ids": self._node_ids, **parameters}
+            parameters = {"node_ids": self._halves or self.nodes, **parameters}
         return self._plan(
             [spec_of_plan(collective, count, dtype, each, chunk, parameters) for each in codecs_of(codec)], key
         )
