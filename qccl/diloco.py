@@ -24,7 +24,7 @@ from qccl.scalars import as_bool, as_integer, as_real
 __all__ = ["DiLoCo"]
 
 #: the parts of a state_dict()
-_STATE = {"common", "momentum", "steps", "local_steps", "weights", "under_way"}
+_STATE = {"common", "momentum", "steps", "local_steps", "under_way"}
 
 
 @not_traced
@@ -75,7 +75,6 @@ class DiLoCo:
         fragments: int | Collection[int] = 1,
         delay: int = 0,
         mixing: float | None = None,
-        weighted: bool = False,
         key: str | None = None,
     ) -> None:
         """Collective: all ranks continue from rank 0's parameters, which are written to ``params``.
@@ -98,7 +97,6 @@ class DiLoCo:
                 parameters. A number from 0 to below 1 is the share of the local parameters that an outer step keeps:
                 with 0 the local steps during the delay are lost; with more, the ranks follow the common parameters
                 more slowly.
-            weighted: average with the ranks' numbers of local steps as weights, which may differ.
             key: begins the names of the residuals in the communicator's state; no other object there may have it. None:
                 "diloco" for the first object, "diloco#2" for the second one, and so on. The communicator's saved state
                 then fits a program that makes its objects in the same order; with other orders give keys.
@@ -125,56 +123,38 @@ class DiLoCo:
         self.fragments = parameters.fragments_of(fragments, self._names, [values.count for values in given])
         self._taken = [0] * (max(self.fragments, default=0) + 1)
         self._turns = Turns(len(self._taken), period, delay)
-        self._mixing, self._weighted = self._checked(mixing, weighted)
-        self._weights = [0.0] * len(self._taken)  # local steps of this rank since each fragment's last all-reduce began
+        self._mixing = as_real(mixing)
+        if mixing is not None and (self._mixing is None or not 0 <= self._mixing < 1):
+            raise ArgumentError(f"mixing must be None or a number from 0 to below 1, not {mixing!r}")
         self._under_way: list[OuterStep] = []  # in the order of their begin
         self._commit = Commit()
         self._owner: Owner
         self._join_as_owner(comm, key, is_new=True)
-
-    def _checked(self, mixing: Any, weighted: Any) -> tuple[float | None, bool]:
-        """The two as their types."""
-        share, uneven = as_real(mixing), as_bool(weighted)
-        if mixing is not None and (share is None or not 0 <= share < 1):
-            raise ArgumentError(f"mixing must be None or a number from 0 to below 1, not {mixing!r}")
-        if uneven is None:
-            raise ArgumentError(f"weighted must be True or False, not {weighted!r}")
-        if uneven and all(0 in array.shape for array in self.common):
-            raise ArgumentError("weighted=True needs parameters with elements, and there are none")
-        return share, uneven
 
     @property
     def steps(self) -> int:
         """The number of outer steps that every fragment has taken so far."""
         return min(self._taken)
 
-    def step(self, params: Any = None, *, local_steps: float | None = None) -> Any:
+    def step(self, params: Any = None) -> Any:
         """Collective: one outer step of all parameters; returns the parameters with the new values.
 
         Outer steps under way are applied first, as by finish(). All ranks then have the same parameters. ``params`` are
         the local parameters, in the same structure as before; None means ``self.params``. Arrays that can be written
         get the new values in place. JAX's cannot: the result has NumPy copies in their place.
 
-        ``local_steps``, with ``weighted=True``, is the number of local steps that this rank has taken since the last
-        call; None means 1, or 0 if after_local_step() has counted them. A rank that took none adds nothing but its
-        residuals, and gets the result. If no rank took any, no fragment changes.
-
         Raises ArgumentError on all ranks, and changes neither parameters nor residuals, if the average is not finite.
         """
-        weight = self._weight_of(local_steps, 1.0 if self._turns.period is None else 0.0)
         params = self.finish(params)
-        self._count(weight)
         outer_step = self._begin(range(len(self._taken)), self._local(params), self.local_steps)
         return self._apply(outer_step, params, 0.0)
 
-    def after_local_step(self, params: Any = None, *, local_steps: float | None = None) -> Any:
+    def after_local_step(self, params: Any = None) -> Any:
         """Collective: note that a local step has ended; returns the parameters, which an outer step may have changed.
 
         All ranks make equally many calls. A call begins the all-reduce of a fragment if it is that one's turn, and
-        applies the result of another one whose delay is over. It waits only if that has not arrived.
-
-        ``local_steps``, with ``weighted=True``, is the number of local steps that this rank has taken since the last
-        call, 0 or more; None means 1. Other arguments are those of step().
+        applies the result of another one whose delay is over. It waits only if that has not arrived. ``params`` are as
+        in step().
 
         Raises ArgumentError on all ranks if the average of a fragment is not finite. That fragment then keeps its
         common and local parameters and its residuals until its next turn; training may go on.
@@ -182,13 +162,11 @@ class DiLoCo:
         if self._turns.period is None:
             raise ArgumentError("after_local_step() needs to know when outer steps begin; make DiLoCo with period=")
         self._commit.check()
-        weight = self._weight_of(local_steps, 1.0)
         params, now = self.params if params is None else params, self.local_steps + 1
         begins = self._turns.begins(now)
         ends = bool(self._under_way) and self._under_way[0].due <= now
         local = self._local(params) if begins or ends else []
         self.local_steps, self.params = now, params
-        self._count(weight)
         if begins:
             self._under_way.append(self._begin(begins, local, now + self._turns.delay))
         if ends or (begins and self._turns.delay == 0):
@@ -262,19 +240,15 @@ class DiLoCo:
             for array in (self.common[number], self._velocity[number]):
                 comm.quantized_broadcast(array, root=roots[fragment], codec="none")
         with self._commit:
-            for outer_step in self._under_way:
-                self._count_again(outer_step)
             self.comm, self.local_steps, self._under_way = comm, max(local_steps), []
             self._taken = [max(each) for each in taken]
-            self._weights = [0.0 if late else each for late, each in zip(behind, self._weights, strict=True)]
             self.params = self._deliver(self.params, [n for n, f in enumerate(self.fragments) if behind[f]])
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the common parameters, of the outer momentum and of the averages under way, with all counts.
 
         Waits for the outer steps under way, and applies none. The state is the same on all ranks, so that one may save
-        it for all, except with ``weighted=True``, or while outer steps are under way that keep local steps
-        (``mixing=None``). The residuals of error feedback are in the communicator's state_dict(), which each rank
+        it for all, except while outer steps are under way that keep local steps (``mixing=None``). The residuals of error feedback are in the communicator's state_dict(), which each rank
         saves. Raises ArgumentError if an average is not finite, and the failure of an outer step that cannot end.
         """
         self._commit.check()
@@ -284,7 +258,6 @@ class DiLoCo:
         return {name: [parameters.copy_of(array) for array in arrays] for name, arrays in copies.items()} | {
             "steps": list(self._taken),
             "local_steps": self.local_steps,
-            "weights": list(self._weights),
             "under_way": [part for each in self._under_way for part in each.saved(self.comm.rank)],
         }
 
@@ -295,11 +268,10 @@ class DiLoCo:
         continues bit for bit if the local parameters are loaded afterwards. Raises ArgumentError for any other state,
         and then changes nothing.
         """
-        if not isinstance(state, Mapping) or set(state) != _STATE:
+        if not isinstance(state, Mapping) or {*state} - {"weights"} != _STATE:  # that of the last release has weights
             raise ArgumentError(f"a state is the dict that state_dict() returned, with {', '.join(sorted(_STATE))}")
         local_steps = count_of(state["local_steps"], 'the state\'s "local_steps"')
         taken = [count_of(each, 'the state\'s "steps"') for each in self._listed(state, "steps")]
-        weights = [_weight(each, 'the state\'s "weights"') for each in self._listed(state, "weights")]
         for name in ("common", "momentum"):
             self._check_arrays(state[name], self._forms, f"the state's {name}")
         under_way = self._loaded(state["under_way"], local_steps)
@@ -307,7 +279,7 @@ class DiLoCo:
             for arrays, name in ((self.common, "common"), (self._velocity, "momentum")):
                 for array, saved in zip(arrays, state[name], strict=True):
                     array[...] = saved
-            self.local_steps, self._taken, self._weights, self._under_way = local_steps, taken, weights, under_way
+            self.local_steps, self._taken, self._under_way = local_steps, taken, under_way
             self.params = self._deliver(self.params, range(len(self.common)))
             local = self._values(self.params)
             for outer_step in under_way:
@@ -344,11 +316,9 @@ class DiLoCo:
                     f"{what} has fragment {fragment}, due after local step {due}, which is not its turn between local "
                     f"steps {earliest + 1} and {now + self._turns.delay}"
                 )
-            has_none = isinstance(each["averages"], list | tuple) and not each["averages"]  # no rank had a weight
-            numbers = [] if has_none else self._members([fragment])
-            averages = self._loaded_arrays(each["averages"], numbers, f"{what}: averages")
-            members = self._members([fragment]) if self._mixing is None else []
-            begun = self._loaded_arrays(each["begun"], members, f"{what}: begun")
+            members = self._members([fragment])
+            averages = self._loaded_arrays(each["averages"], members, f"{what}: averages")
+            begun = self._loaded_arrays(each["begun"], members if self._mixing is None else [], f"{what}: begun")
             is_own = as_integer(each["rank"]) == self.comm.rank if begun else each["rank"] is None
             if not is_own:
                 raise ArgumentError(f"{what} is that of rank {each['rank']!r}; rank {self.comm.rank} needs its own")
@@ -362,24 +332,6 @@ class DiLoCo:
         for array, each in zip(arrays.values(), saved, strict=True):
             array[...] = each
         return arrays
-
-    def _weight_of(self, local_steps: Any, default: float) -> float:
-        """The weight that a number of local steps adds."""
-        if local_steps is None:
-            return default
-        if not self._weighted:
-            raise ArgumentError(f"local_steps={local_steps!r} is only for DiLoCo with weighted=True")
-        return _weight(local_steps, "local_steps")
-
-    def _count(self, weight: float) -> None:
-        if self._weighted:
-            self._weights = [each + weight for each in self._weights]
-
-    def _count_again(self, outer_step: OuterStep) -> None:
-        """The local steps of an outer step that is not applied belong to the next one of its fragments."""
-        for fragment, steps in outer_step.local_steps.items():
-            self._weights[fragment] += steps
-        outer_step.local_steps = {}
 
     def _members(self, fragments: Collection[int]) -> list[int]:
         """The numbers of the arrays in some fragments."""
@@ -397,27 +349,15 @@ class DiLoCo:
             calls.setdefault(self._owner.key(f" {fragment} {dtype}"), []).append(change)
         if len(calls) > 1:  # one may be refused after others have changed their residuals
             outer_step.put_back = [self.comm._session.state.keep(key) for key in calls]
-        if self._weighted:
-            like = next(array for array in self.common if 0 not in array.shape)
-            outer_step.weigh([self._weights[fragment] / (self._turns.period or 1) for fragment in fragments], like)
-            outer_step.local_steps = {fragment: self._weights[fragment] for fragment in fragments}
-            outer_step.put_back.append(lambda: self._count_again(outer_step))
-            self._weights = [0.0 if f in fragments else each for f, each in enumerate(self._weights)]
+        how: dict[str, Any] = {"codec": self._codec, "algorithm": self._algorithm, "nonfinite": "error"}
         try:
-            self._call(outer_step, calls)
+            for key, arrays in calls.items():
+                call = self.comm.quantized_allreduce_coalesced(arrays, key=key, op="avg", async_op=True, **how)
+                outer_step.works.append(call)
         except BaseException:  # Ctrl-C, too
             outer_step.abandon()
             raise
         return outer_step
-
-    def _call(self, outer_step: OuterStep, calls: Mapping[str, list[Any]]) -> None:
-        """Begin the calls of an outer step: that of its weights, and those of ``calls`` by their keys."""
-        how: dict[str, Any] = {"op": "avg", "async_op": True}
-        if outer_step.weights is not None:
-            outer_step.works.append(self.comm.quantized_allreduce(outer_step.weights, codec="none", **how))
-        how |= {"codec": self._codec, "algorithm": self._algorithm, "nonfinite": "error"}
-        for key, arrays in calls.items():
-            outer_step.works.append(self.comm.quantized_allreduce_coalesced(arrays, key=key, **how))
 
     def _apply(self, outer_step: OuterStep, params: Any, mixing: float | None) -> Any:
         """End an outer step: change the common parameters, and return the local ones."""
@@ -477,13 +417,6 @@ class DiLoCo:
     def _identity(self) -> bytes:
         """The settings that must be the same on all ranks."""
         rule = self._outer_lr, self._momentum, self._nesterov, self._owner.name, self._algorithm
-        schedule = self._turns.period, self._turns.delay, self._mixing, self._weighted
+        schedule = self._turns.period, self._turns.delay, self._mixing
         arrays = self._names, self._forms, self.fragments
         return hashlib.sha256(f"{codecs.identity(self._codec)} {rule} {schedule} {arrays}".encode()).digest()
-
-
-def _weight(value: Any, what: str) -> float:
-    weight = as_real(value)
-    if weight is None or not 0 <= weight < math.inf:
-        raise ArgumentError(f"{what} must be numbers of local steps, 0 or more, not {value!r}")
-    return float(weight)

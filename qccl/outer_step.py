@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from qccl.errors import ArgumentError, QcclError
-from qccl.parameters import copy_of, times, vector
+from qccl.parameters import copy_of, times
 from qccl.scalars import as_integer
 from qccl.work import Work
 
@@ -53,35 +53,20 @@ class OuterStep:
         changes: by fragment and number of the array; after settle() the averages over the ranks.
         due: the local step after which its result is applied.
         works: its calls.
-        weights: None, or the weight of each fragment; the mean over the ranks when the calls have ended.
-        local_steps: by fragment, this rank's local steps, of which its weights were made; empty unless weighted.
         begun: by number of the array, the local parameters when it began; empty unless the steps since are kept.
-        put_back: functions that restore what the calls have changed: residuals, and counts of local steps.
+        put_back: functions that restore the residuals that the calls have changed.
         refused: the error of an average that is not finite.
     """
 
     changes: dict[int, dict[int, Any]]
     due: int
     works: list[Work] = field(default_factory=list)
-    weights: Any = None
-    local_steps: dict[int, float] = field(default_factory=dict)
     begun: dict[int, Any] = field(default_factory=dict)
     put_back: list[Callable[[], object]] = field(default_factory=list)
     refused: ArgumentError | None = None
 
-    def weigh(self, weights: Sequence[float], like: Any) -> None:
-        """Multiply the changes of each fragment by its weight, before the calls; ``like`` is one of the parameters."""
-        self.weights = vector(like, weights)
-        for weight, changes in zip(weights, self.changes.values(), strict=True):
-            for change in changes.values():
-                change *= weight
-
     def settle(self) -> None:
-        """Wait for the averages. Raises ArgumentError if one is not finite; no residual has changed then.
-
-        A weighted average is the mean of the weighted changes over that of the weights. A fragment to which no rank has
-        given weight has no averages afterwards.
-        """
+        """Wait for the averages. Raises ArgumentError if one is not finite; no residual has changed then."""
         if self.works:
             try:
                 errors = [error for work in self.works if (error := _refusal(work)) is not None]
@@ -92,8 +77,6 @@ class OuterStep:
             if errors:
                 self.refused = errors[0]
                 self._restore()
-            elif self.weights is not None:
-                self._divide([float(weight) for weight in self.weights])
         if self.refused is not None:
             raise self.refused
 
@@ -120,13 +103,6 @@ class OuterStep:
     def _restore(self) -> None:
         while self.put_back:  # each once
             self.put_back.pop()()
-
-    def _divide(self, weights: Sequence[float]) -> None:
-        for weight, changes in zip(weights, self.changes.values(), strict=True):
-            if weight == 0:
-                changes.clear()
-            for change in changes.values():
-                change *= 1 / weight
 
 
 def advance(common: Any, velocity: Any, change: Any, *, outer_lr: float, momentum: float, nesterov: bool) -> None:

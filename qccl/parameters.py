@@ -22,7 +22,7 @@ __all__ = [
         "move",
         "mutable_copy",
     ),
-    *("named", "names_of", "plain", "restored", "times", "vector", "zeros_like"),
+    *("named", "names_of", "plain", "restored", "times", "zeros_like"),
 ]
 
 #: element type and shape
@@ -88,15 +88,6 @@ def zeros_like(array: Any) -> Any:
     zeros = copy_of(array)
     zeros[...] = 0
     return zeros
-
-
-def vector(like: Any, values: Sequence[float]) -> Any:
-    """A vector of float32 in the library and the memory of ``like``, which has elements."""
-    first = plain(like).reshape(-1)[:1]
-    found = (first.float() if hasattr(first, "float") else first.astype("float32")).repeat(len(values))
-    for i, value in enumerate(values):
-        found[i] = value
-    return found
 
 
 def difference(common: Any, local: Any) -> Any:

@@ -71,35 +71,6 @@ def test_a_move_that_is_interrupted_leaves_the_local_parameters() -> None:
     assert (local == 13).all()
 
 
-@on_ranks(2)
-def test_a_refused_outer_step_keeps_the_local_steps_that_were_counted(comm: qccl.Communicator) -> None:
-    """They weigh in the fragment's next outer step, as their changes are part of it."""
-    params = np.zeros(2, np.float32)
-    outer = qccl.DiLoCo(comm, params, weighted=True, **AVERAGES)
-    params += 4 * comm.rank
-    params[0] = np.nan
-    for local_steps in (1 + 2 * comm.rank, 0):  # 1 and 3
-        with pytest.raises(qccl.ArgumentError, match="not finite"):
-            outer.step(local_steps=local_steps)
-    params[0] = 4 * comm.rank
-    outer.step(local_steps=0)
-    assert (params == 3).all()
-
-
-@on_ranks(2)
-def test_a_dropped_outer_step_keeps_the_local_steps_that_were_counted(comm: qccl.Communicator) -> None:
-    """continue_on() drops what is under way; a rank that is new has taken no local step."""
-    params = np.zeros(2, np.float32)
-    outer = qccl.DiLoCo(comm, params, weighted=True, period=2, delay=1, **AVERAGES)
-    params += 4 * comm.rank
-    for _ in range(2):
-        outer.after_local_step(local_steps=1 + 2 * comm.rank)
-    outer.state_dict()  # the all-reduce has ended
-    outer.continue_on(comm)
-    outer.step(local_steps=0)
-    assert (params == 3).all()
-
-
 def interrupted(outer: qccl.DiLoCo) -> None:
     """Take an outer step that Ctrl-C ends after the common parameters have changed."""
 
