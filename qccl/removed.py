@@ -21,6 +21,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: public names, such as "qccl.Name"
 NAMES: dict[str, str] = {
     "qccl.DeMo": "take docs/examples/demo.py into your program (states of qccl.DeMo are still read by load_state())",
+    "qccl.torch.Compression.statistics": "give compress() a comm, whose stats() has bytes and times; table() has the "
+    "bytes of each group, and state_dict() the residuals (docs/howto/watching.md)",
     "qccl.DiLoCo.sparseloco": "use the options of docs/examples/sparseloco.py",
 }
 #: keywords of functions, such as "qccl.torch.compress(keyword)"

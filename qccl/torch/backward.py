@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from qccl.errors import EngineError
 from qccl.torch.groups import ParameterGroup
 
-__all__ = ["BackwardPass", "Bucket", "ExactWork", "PassTimes", "gradients_of"]
+__all__ = ["BackwardPass", "Bucket", "ExactWork", "gradients_of"]
 
 
 def gradients_of(buffer: Any, parameters: Sequence[Any]) -> Any:
@@ -62,57 +60,22 @@ class Bucket:
         return promise.value()
 
 
-@dataclass
-class PassTimes:
-    """When the gradients of one backward pass were ready, and its calls ran, on the clock of time.perf_counter().
-
-    Attributes:
-        last: when DDP handed over the last bucket so far.
-        started, ended: when the call of each group did, by its number. On the host; on a GPU a call ends later.
-    """
-
-    last: float = 0.0
-    started: dict[int, float] = field(default_factory=dict)
-    ended: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds in which at least one call was under way."""
-        return self._under_way(float("inf"))
-
-    @property
-    def hidden(self) -> float:
-        """Seconds of these before the last bucket arrived: beside the backward pass."""
-        return self._under_way(self.last)
-
-    def _under_way(self, until: float) -> float:
-        total, at = 0.0, 0.0
-        for number in sorted(self.ended, key=self.started.__getitem__):
-            begin, end = max(self.started[number], at), min(self.ended[number], until)
-            total, at = total + max(0.0, end - begin), max(at, end)
-        return total
-
-
 class BackwardPass:
     """The gradients that have arrived in one backward pass.
 
     Attributes:
         gradients: of each group, flat parts of DDP's buckets.
         buckets: that each group has gradients in.
-        rate: the learning rate of the pass; None: it never changes.
-        lr: the rate that its calls give, divided by the factor of a GradScaler; None: no call gives one.
+        lr: the learning rate that its calls give, divided by the factor of a GradScaler; None: no call gives one.
         by_factors: the groups whose factors are under way, in the order of their start.
-        times: when its gradients were ready and its calls ran.
     """
 
-    rate: float | None = None
     lr: float | None = None
 
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
         self.gradients: list[list[Any]] = [[None] * len(group.parameters) for group in groups]
         self.buckets: list[list[Bucket]] = [[] for _ in groups]
         self.by_factors: list[int] = []
-        self.times = PassTimes()
         self._missing = [len(group.parameters) for group in groups]
         self._next = 0  # the first group that was not started
         self._groups = groups
@@ -134,7 +97,6 @@ class BackwardPass:
             self.gradients[number][i] = gradient
             self._missing[number] -= 1
             found.add(number)
-        self.times.last = time.perf_counter()
         bucket.expect(found)
         for number in found:
             self.buckets[number].append(bucket)

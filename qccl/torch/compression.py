@@ -16,7 +16,6 @@ all ranks, and no hook waits before the backward pass has computed its last grad
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -31,9 +30,9 @@ import torch.distributed as dist
 from qccl.codecs import NoCodec
 from qccl.communicator import Communicator
 from qccl.errors import ArgumentError, MismatchError, QcclError
+from qccl.removed import Gone
 from qccl.state import lr_of
-from qccl.torch.backward import BackwardPass, Bucket, ExactWork, PassTimes, gradients_of
-from qccl.torch.figures import Figures, residual_norms
+from qccl.torch.backward import BackwardPass, Bucket, ExactWork, gradients_of
 from qccl.torch.groups import ParameterGroup, table
 from qccl.torch.low_rank import LowRank
 from qccl.torch.scaling import LossScaling
@@ -59,6 +58,8 @@ class Compression:
         trace: the list of events, or None.
     """
 
+    statistics = Gone("qccl.torch.Compression")
+
     def __init__(
         self,
         process_group: Any,
@@ -77,9 +78,6 @@ class Compression:
         self._process_group, self._comm, self._is_own = process_group, comm, is_own
         self._frozen = frozen  # by name: the parameters that DDP does not reduce
         self._warmup_steps, self._timeout = warmup_steps, timeout
-        self._times: PassTimes | None = None  # of the last pass
-        self._was_exact = False  # the last pass has sent all values as they are
-        self._last_lr: float | None = None  # of the last pass whose rate was not 0; residuals are stored times it
         self._adopt(groups)
         self._low_rank = {i: LowRank(group, comm, timeout, trace) for i, group in enumerate(groups) if group.rank}
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
@@ -89,7 +87,7 @@ class Compression:
 
     def _adopt(self, groups: Sequence[ParameterGroup]) -> None:
         """Reduce by these groups from the next pass on."""
-        self._groups, self._figures = groups, Figures(groups, self._comm)
+        self._groups = groups
         self._places = {
             parameter: (number, i)
             for number, group in enumerate(groups)
@@ -117,22 +115,6 @@ class Compression:
         Among n ranks each sends 2 (n-1)/n times the encoded bytes, or a little more for small groups.
         """
         return table(self._groups)
-
-    def statistics(self, *, residuals: bool = False) -> dict[str, float]:
-        """The figures of the last step on this rank by name, for TensorBoard or W&B. Call it between two steps.
-
-        - ``qccl/bytes_raw``, ``qccl/bytes_sent``: bytes of the gradients, and bytes that this rank sends for them;
-          ``qccl/NAME/bytes_raw``, ``qccl/NAME/bytes_sent``: those of the parameter NAME.
-        - ``qccl/calls``: the number of calls; PyTorch's process group makes one for each parameter that it reduces.
-        - ``qccl/seconds``: the time in which calls were under way, and ``qccl/seconds_hidden``, the part of it before
-          the last gradients were ready, beside the backward pass. On the host.
-        - ``qccl/NAME/residual_norm``: only with ``residuals``: the L2 norm of what the next step owes, for codecs with
-          ``+ef``. It copies all residuals, so ask for it every hundred steps or so.
-
-        Empty before the first step. Bytes that PyTorch's process group sends itself are those of a ring.
-        """
-        found = self._figures.of_step(self._times, is_exact=self._was_exact)
-        return found | residual_norms(self.state_dict(), self._last_lr) if found and residuals else found
 
     def close(self) -> None:
         """Collective: end. A later backward() raises ArgumentError, because DDP keeps its hook. Idempotent."""
@@ -219,7 +201,6 @@ class Compression:
         hint += ", or load what fits of a full_state_dict() by load_state_dict(state, strict=False)"
         self.step = from_saved(self._comm, self._groups, state, hint)
         self._adopt(self._groups)
-        self._times = None
         return incompatible
 
     def _check_between_steps(self, what: str) -> None:
@@ -293,8 +274,6 @@ class Compression:
             self._pass.check_complete()
             ended, self._pass = self._pass, BackwardPass(self._groups)
             self._end_factors(ended)
-            self._times, self._was_exact = ended.times, self._is_exact
-            self._last_lr = self._last_lr if ended.rate == 0 else ended.rate
             self.step += 1
         return arrived.future()
 
@@ -302,7 +281,6 @@ class Compression:
         """The first bucket of a pass has arrived, and all calls of the pass before it have ended."""
         self._warn_of_unfrozen()
         lr = None if self.lr is None else lr_of(self.lr)  # a schedule may give an array
-        self._pass.rate = lr
         self._pass.lr = lr if self._scaled is None else self._scaled.begin(lr)
 
     def _warn_of_unfrozen(self) -> None:
@@ -326,7 +304,6 @@ class Compression:
         """Start the reduction of a group. The buckets that wait for it get their futures when it ends."""
         begun = self._pass
         group, gradients = self._groups[number], begun.gradients[number]
-        begun.times.started[number] = time.perf_counter()
         if group.rank and not self._is_exact:
             if self._scaled is not None:
                 self._scaled.keep(self._comm, group.key)
@@ -379,8 +356,6 @@ class Compression:
 
     def _ended(self, begun: BackwardPass, number: int, error: Exception | None) -> None:
         """A group's call has ended on the host, or is ordered before the current stream."""
-        if self._stream is None:
-            begun.times.ended[number] = time.perf_counter()
         if self._scaled is not None and error is None:
             self._scaled.look_at(begun.gradients[number])
         with self._lock:

@@ -82,17 +82,12 @@ class ParameterGroup:
     @property
     def encoded_nbytes(self) -> int:
         """Bytes of the encoded gradients: the mean of both rounds, whose codecs differ in a pair such as "A/B"."""
-        return int(sum(self.encoded_each))
-
-    @property
-    def encoded_each(self) -> list[float]:
-        """The same for each parameter."""
         if self.codec is None:
-            return [p.numel() * p.element_size() for p in self.parameters]
+            return self.nbytes
         if not self.rank:
-            return [encoded_nbytes(self.codec, count, dtypes.get(self.dtype)) for count in self.counts]
-        sides = [[self.rank * side for side in matrix_shape(p)] for p in self.parameters]  # of float32 factors
-        return [sum(encoded_nbytes(self.codec, count) for count in both) for both in sides]
+            return int(sum(encoded_nbytes(self.codec, count, dtypes.get(self.dtype)) for count in self.counts))
+        sides = [self.rank * side for p in self.parameters for side in matrix_shape(p)]  # of float32 factors
+        return int(sum(encoded_nbytes(self.codec, count) for count in sides))
 
     def description(self) -> dict[str, Any]:
         """The owner of state, in types that torch.load() always reads. Strides tell the order of its elements."""

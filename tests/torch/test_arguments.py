@@ -41,6 +41,11 @@ def test_reductions_of_torch():
     qccl.run_ranks(2, run)
 
 
+def test_names_that_are_gone():
+    with pytest.raises(AttributeError, match=r"'statistics' any more; give compress\(\) a comm, whose stats\(\) has"):
+        _ = qccl.torch.Compression.statistics
+
+
 @pytest.mark.parametrize("keyword", ["budget", "step_bytes"])
 def test_keywords_of_compress_that_are_gone(keyword):
     instead = removed.KEYWORDS[f"qccl.torch.compress({keyword})"]

@@ -13,7 +13,6 @@ from rank_calls import error_of
 
 import qccl
 import qccl.torch
-from qccl.torch.backward import PassTimes
 
 
 def codecs_of(handle) -> dict[str, str]:
@@ -93,34 +92,3 @@ def test_a_state_of_chosen_codecs() -> None:
                 "the codec of its group 0 is minmax4+ef" in text
                 and "codec='auto'), which is gone: give codecs=" in text
             )
-
-
-@on_ranks(2)
-def test_figures_of_a_step() -> None:
-    plain = wrapped()
-    with qccl.torch.compress(plain, "none", **GROUPS) as handle:
-        assert handle.statistics() == {}
-        backward(batches(1)[0], plain)
-        exact = handle.statistics()
-        assert exact["qccl/bytes_sent"] >= exact["qccl/bytes_raw"] * (dist.get_world_size() - 1) / 2
-    model = wrapped()
-    with qccl.torch.compress(model, "minmax4+ef", **GROUPS) as handle:
-        handle.lr = 0.02
-        for x in batches(3):
-            step(model, torch.optim.SGD(model.parameters(), 0.02), x)
-        found = handle.statistics(residuals=True)
-        assert all(isinstance(each, float) for each in found.values())
-        assert found["qccl/bytes_raw"] == exact["qccl/bytes_raw"] == 4 * sum(p.numel() for p in model.parameters())
-        assert found["qccl/bytes_sent"] < exact["qccl/bytes_sent"] / 2
-        parts = [each for name, each in found.items() if name.endswith("/bytes_sent") and name.count("/") == 2]
-        assert abs(sum(parts) - found["qccl/bytes_sent"]) <= 1e-9 * sum(parts)
-        assert 0 <= found["qccl/seconds_hidden"] <= found["qccl/seconds"]
-        assert found["qccl/calls"] == len(handle._groups)
-        assert found["qccl/inner.0.weight/residual_norm"] > 0
-        handle.lr = 0.002  # of the next step
-        assert handle.statistics(residuals=True) == found
-
-
-def test_calls_that_overlap_count_once_and_end_beside_the_backward_pass_or_after_it() -> None:
-    times = PassTimes(last=14.0, started={0: 10.0, 1: 11.0, 2: 13.5}, ended={0: 12.0, 1: 11.5, 2: 15.0})
-    assert (times.seconds, times.hidden) == (3.5, 2.5)

@@ -202,8 +202,6 @@ def test_other_element_types() -> None:
         for x in batches(2):
             backward(x, plain, ours)
             assert_close(plain, ours, exact)
-        encoded = sum(group.codec is not None for group in handle._groups)
-        assert handle.statistics()["qccl/calls"] == encoded + len(exact)  # each exact gradient is a call of its own
 
 
 @on_ranks(2)

@@ -297,6 +297,3 @@ def test_begins_and_ends_at_a_rate_of_zero() -> None:
             for name, residual in handle.state_dict()["residuals"].items():
                 assert torch.equal(residual, before[name]) == (lr == 0), (name, lr)
                 assert torch.allclose(after[name], owed[name], atol=1e-6), (name, lr)
-        name, norms = next(iter(before)), handle.statistics(residuals=True)
-        norm = float(handle.state_dict()["residuals"][name].norm()) / 0.3  # in gradients of the last step that counted
-        assert abs(norms[f"qccl/{name}/residual_norm"] - norm) <= 1e-6 * norm > 0
