@@ -248,8 +248,9 @@ class DiLoCo:
         """Copies of the common parameters, of the outer momentum and of the averages under way, with all counts.
 
         Waits for the outer steps under way, and applies none. The state is the same on all ranks, so that one may save
-        it for all, except while outer steps are under way that keep local steps (``mixing=None``). The residuals of error feedback are in the communicator's state_dict(), which each rank
-        saves. Raises ArgumentError if an average is not finite, and the failure of an outer step that cannot end.
+        it for all, except while outer steps are under way that keep local steps (``mixing=None``). The residuals of
+        error feedback are in the communicator's state_dict(), which each rank saves. Raises ArgumentError if an average
+        is not finite, and the failure of an outer step that cannot end.
         """
         self._commit.check()
         for outer_step in self._under_way:
