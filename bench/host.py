@@ -26,8 +26,6 @@ import numpy as np
 from runs import machine, report, run_ranks, run_undisturbed, save, start_script
 
 import qccl
-from qccl.bench.bulk import Bulk
-from qccl.bench.calls import Wiring
 from qccl.bench.lab import Lab, shaped_nbytes
 from qccl.bench.params import parse_link, parse_size
 from qccl.bench.plain import load_mpi, plain_allreduce
@@ -127,6 +125,25 @@ def _plain(comm: qccl.Communicator, x: Any, y: Any) -> Call:
     return lambda: allreduce(x.ctypes.data, y.ctypes.data, len(x), "float32", "sum")
 
 
+def _transfer(comm: qccl.Communicator, nbytes: int) -> Call:
+    """A plain transfer in which each rank sends ``nbytes``, in equal parts to all others at once."""
+    t: Any = comm.transport.split(0, comm.rank, comm.timeout)  # the engine polls the other one
+    peers, each = [(t.rank + i) % t.size for i in range(1, t.size)], -(-nbytes // (t.size - 1))
+    out, inbox = np.ones(each, np.uint8), np.empty((t.size, each), np.uint8)
+
+    def transfer() -> None:
+        for peer in peers:
+            t.receive(peer, 20_000, inbox[peer].ctypes.data, each, peer)
+        for peer in peers:
+            t.send(peer, 20_000, out.ctypes.data, each, peer)
+        left, idle = 2 * len(peers), 0
+        while left:
+            completed = len(t.poll(idle=idle))
+            left, idle = left - completed, 0 if completed else idle + 1
+
+    return transfer
+
+
 def _seconds(comm: qccl.Communicator, call: Callable[[], object], calls: int) -> float:
     """Seconds per call on the slowest rank, of back-to-back calls after one warm-up call."""
     comm.barrier()
@@ -171,7 +188,7 @@ def _measure_lab(
         sent = _bound(comm, x, y, task).schedule(in_place=False).sent_nbytes()
         most = max(int(item) for item in comm.allgather(str(sent).encode()))
         run = calls[name, "qccl"]
-        calls[name, "bulk"] = Bulk(comm, Wiring.one_link_each(comm.size)).bind(most)
+        calls[name, "bulk"] = _transfer(comm, most)
         before, counted = shaped_nbytes(), 5
         for _ in range(counted):
             run()

@@ -1,7 +1,7 @@
 """Measures what compression gains behind slow links: ``python bench/links.py`` (takes minutes; needs root).
 
 One row per link, number of ranks, codec and transport: the time of a call, the time that its bytes need at the link's
-rate, the share of a plain transfer's rate, the time of MPI's own all-reduce in the same run, and the error. The
+rate, the time of MPI's own all-reduce in the same run, and the error. bench/host.py has plain transfers. The
 transports of a link take turns, in ``--rounds`` runs each, of which the table has the median. "shared memory" has no
 link; compression loses there. ``--write docs/results-collectives.md`` replaces that page's table of these links and
 numbers of ranks.
@@ -19,7 +19,7 @@ from runs import allreduce, document_table, machine, print_table, rewrite_table
 #: what matters most comes first: a phone shows the first columns
 HEAD = (
     *("link", "ranks", "codec", "over", "speed-up (out of place, in place)", "ms (out of place, in place)"),
-    *("MPI ms (out of place, in place)", "floor ms", "floor / time", "of a plain transfer", "spread"),
+    *("MPI ms (out of place, in place)", "floor ms", "floor / time", "spread"),
     "relative L2 error",
 )
 
@@ -73,7 +73,6 @@ def _cells(result: dict[str, Any]) -> Iterator[str]:
     yield f"{side['plain_time'] / 1e3:.1f}, {in_place['plain_time'] / 1e3:.1f}"
     yield f"{result['floor'] / 1e3:.1f}" if "floor" in result else "no link"
     yield f"{share:.1%}" if share is not None else "not known" if "floor" in result else "no link"
-    yield f"{side['bulk_share']:.1%}" if "bulk_share" in side else "no link"
     yield f"{max((max(each) - min(each)) / statistics.median(each) for each in rounds):.0%}"
     yield f"{side['relative_l2_error']:.1e}"
 

@@ -90,17 +90,6 @@ class Wiring:
         """Bytes of a schedule that leave its rank's node."""
         return schedule.moved_nbytes(self.nodes)[0]
 
-    def transfers(self, rank: int) -> int:
-        """The number of transfers in which every rank behind the link of ``rank`` sends to all its peers."""
-        senders = [r for r, link in enumerate(self.links) if link == self.links[rank]]
-        return sum(len(self.peers(sender)) for sender in senders)
-
-    def peers(self, rank: int) -> list[int]:
-        """The ranks on other nodes than ``rank``, in ring order from the next."""
-        size = len(self.nodes)
-        behind = ((rank + i) % size for i in range(1, size))
-        return [peer for peer in behind if self.nodes[peer] != self.nodes[rank]]
-
     def by_link(self, sent: Sequence[int]) -> list[int]:
         """The bytes that each link carries if rank r sends ``sent[r]``."""
         return [sum(n for n, mine in zip(sent, self.links, strict=True) if mine == link) for link in set(self.links)]

@@ -15,7 +15,6 @@ from qccl.bench.check import check
 from qccl.bench.options import KINDS
 
 if TYPE_CHECKING:
-    from qccl.bench.bulk import Bulk
     from qccl.communicator import Communicator
 
     Calls = Sequence[QuantizedCall | PlainCall]
@@ -53,14 +52,12 @@ class Side:
             guard elements that were written; None where nothing was checked.
         error: relative L2 error of the result; None where nothing was checked.
         crossed: bytes that the link's limiter counted, per byte sent; None outside the lab.
-        bulk: seconds that a plain transfer of the same bytes took, in the same rounds; None outside the lab.
     """
 
     rounds: tuple[float, ...]
     wrong: int | None
     error: float | None
     crossed: float | None
-    bulk: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -100,12 +97,10 @@ class Row:
 
 @dataclass
 class _Timed:
-    """A call or plain transfer that takes turns with others, and this rank's measurements of it.
+    """A call that takes turns with others, and this rank's measurements of it.
 
     Attributes:
         nbytes: bytes that all ranks send in a call.
-        renews: set the array's values again before each turn.
-        settle: collective, called when the time of a turn was taken.
         most: calls after which the values must be set again.
         seconds: the mean time of a call in each turn.
         crossed: bytes that passed this rank's link.
@@ -114,8 +109,6 @@ class _Timed:
 
     run: Callable[[], object]
     nbytes: int
-    renews: bool = True
-    settle: Callable[[], object] = lambda: None
     most: int = 1 << 62
     seconds: list[float] = field(default_factory=list)
     crossed: int = 0
@@ -130,25 +123,21 @@ def measure(
     meter: Callable[[], int] | None,
     before_turn: Callable[[str], None],
     arrays: Arrays | None = None,
-    bulk: Bulk | None = None,
 ) -> list[Row]:
     """Collective: measure calls of one collective and size, out of place and in place; a row for each.
 
     Within a mode the calls take turns, so that a disturbance of the machine affects all of them alike.
     ``meter`` reads this rank's link counter, if there is a link. ``before_turn`` gets the name of the call whose turn
-    begins. ``arrays`` defaults to the arrays of the communicator's backend. ``bulk``, if given, transfers the
-    same bytes after each turn of a compressed call.
+    begins. ``arrays`` defaults to the arrays of the communicator's backend.
     """
-    settle = bulk.settle if bulk else lambda: None
-    bench = _Bench(comm, counts, arrays_of(comm) if arrays is None else arrays, meter, before_turn, settle)
+    bench = _Bench(comm, counts, arrays_of(comm) if arrays is None else arrays, meter, before_turn)
     given, taken = calls[0].counts(comm)
     dtype = calls[0].case.dtype
     x, y = Guarded(bench.arrays, given, dtype), Guarded(bench.arrays, taken, dtype)
-    bulks = [None if bulk is None or isinstance(call, PlainCall) else bulk.bind(max(call.sent)) for call in calls]
     modes = [("out of place", y), ("in place", x)]
     if not KINDS[calls[0].case.kind].is_allreduce:
         modes.pop()
-    sides = [bench.measure_mode(calls, bulks, x, out, mode) for mode, out in modes]
+    sides = [bench.measure_mode(calls, x, out, mode) for mode, out in modes]
     return [
         Row(call.case, call.name, call.algorithm, max(call.sent), found[0], found[1] if len(found) > 1 else None)
         for call, found in zip(calls, zip(*sides, strict=True), strict=True)
@@ -157,38 +146,29 @@ def measure(
 
 @dataclass(frozen=True)
 class _Bench:
-    """The arguments of measure() that are the same for both modes, and Bulk.settle()."""
+    """The arguments of measure() that are the same for both modes."""
 
     comm: Communicator
     counts: Counts
     arrays: Arrays
     meter: Callable[[], int] | None
     before_turn: Callable[[str], None]
-    settle: Callable[[], object]
 
-    def measure_mode(
-        self, calls: Calls, bulks: Sequence[Callable[[], object] | None], x: Guarded, out: Guarded, mode: str
-    ) -> list[Side]:
+    def measure_mode(self, calls: Calls, x: Guarded, out: Guarded, mode: str) -> list[Side]:
         """Check all calls from ``x`` to ``out``, and then time them in turn."""
-        checked, timed, beside = [], [], []
-        for call, transfer in zip(calls, bulks, strict=True):
+        checked, timed = [], []
+        for call in calls:
             run = call.bind(self.arrays, x.array, out.array)
             checked.append(check(self.comm, call, run, x, out, self.counts.checks))
             most = _calls_until_overflow(call.case, self.comm.size, call.growth) if out is x else 1 << 62
-            timed.append(_Timed(run, sum(call.sent), most=most))
-            beside.append(None if transfer is None else _Timed(transfer, 0, renews=False, settle=self.settle))
+            timed.append(_Timed(run, sum(call.sent), most))
         for n in _cut(self.counts):
-            for call, mine, other in zip(calls, timed, beside, strict=True):
+            for call, mine in zip(calls, timed, strict=True):
                 self.before_turn(f"{call.name} {mode}")
-                self._take_turn(mine, x, n, self.meter)
-                if other is not None:
-                    self._take_turn(other, x, n, None)
-        return [
-            self._side(mine, other, wrong, error)
-            for mine, other, (wrong, error) in zip(timed, beside, checked, strict=True)
-        ]
+                self._take_turn(mine, x, n)
+        return [self._side(mine, wrong, error) for mine, (wrong, error) in zip(timed, checked, strict=True)]
 
-    def _take_turn(self, timed: _Timed, x: Guarded, n: int, meter: Callable[[], int] | None) -> None:
+    def _take_turn(self, timed: _Timed, x: Guarded, n: int) -> None:
         """Time ``n`` calls back to back, right after warm-up calls that bring the ranks in step.
 
         A sum in place grows with every call. Before it overflows, the timing pauses while the values are set again.
@@ -197,32 +177,26 @@ class _Bench:
         total, left = 0.0, n
         while left:
             now = min(left, max(1, (timed.most - warmups) // self.arrays.calls_per_run))
-            if timed.renews:
-                x.fill(self.comm.rank, seed=0)
+            x.fill(self.comm.rank, seed=0)
             self.comm.barrier()
-            passed = meter() if meter else 0
+            passed = self.meter() if self.meter else 0
             self.comm.barrier()
             for _ in range(warmups):
                 timed.run()
             total += self.arrays.run(timed.run, now)
-            timed.settle()
             self.comm.barrier()
-            timed.crossed += (meter() if meter else 0) - passed
+            timed.crossed += (self.meter() if self.meter else 0) - passed
             left -= now
             timed.called += now + warmups
         timed.seconds.append(total / n)
 
-    def _side(self, mine: _Timed, bulk: _Timed | None, wrong: int | None, error: float | None) -> Side:
+    def _side(self, mine: _Timed, wrong: int | None, error: float | None) -> Side:
         """Combine the measurements of all ranks."""
-        item = json.dumps([mine.seconds, mine.crossed, bulk.seconds if bulk else []]).encode()
-        gathered = [json.loads(each) for each in self.comm.allgather(item)]
-        rounds, transfers = (
-            tuple(_combined(times, self.counts.average) for times in zip(*(each[i] for each in gathered), strict=True))
-            for i in (0, 2)
-        )
+        gathered = self.comm.allgather(json.dumps([mine.seconds, mine.crossed]).encode())
+        seconds, crossed = zip(*map(json.loads, gathered), strict=True)
+        rounds = tuple(_combined(times, self.counts.average) for times in zip(*seconds, strict=True))
         sent = mine.nbytes * mine.called
-        crossed = sum(each[1] for each in gathered) / sent if self.meter is not None and sent else None
-        return Side(rounds, wrong, error, crossed, statistics.median(transfers) if transfers else None)
+        return Side(rounds, wrong, error, sum(crossed) / sent if self.meter is not None and sent else None)
 
 
 def _cut(counts: Counts) -> list[int]:

@@ -214,7 +214,6 @@ COLUMNS = {
     "spread": "the slowest round less the fastest one, in percent of the median, out of place and in place",
     "floor": "with --link: microseconds that the wire bytes take at the link's rate",
     "line": "with --link: floor over time; - where the limiter's burst is more than 2% of the bytes",
-    "bulk": "with --link: time of a plain transfer of the same bytes over this time",
     "codec": "what encodes the values; the plain all-reduce has the library's name here, or none",
 }
 

@@ -77,7 +77,7 @@ class Report:
 
     def totals(self) -> table.Totals:
         """The figures of the footers."""
-        return table.totals(self._rows, len(self.devices), self._link)
+        return table.totals(self._rows, len(self.devices))
 
     def document(self) -> dict[str, Any]:
         """The whole report, for json.dump()."""
@@ -169,9 +169,7 @@ class Report:
             result["plain_time_rounds"] = [seconds * 1e6 for seconds in plain.rounds]
             result["speedup"] = plain.seconds / side.seconds
         if self._link is not None:
-            result |= {"crossed": side.crossed, "bulk_share": table.bulk_share(side)}
-            result["bulk_time"] = None if side.bulk is None else side.bulk * 1e6
-            result["line_share"] = table.line_share(row, side, self._link)
+            result |= {"crossed": side.crossed, "line_share": table.line_share(row, side, self._link)}
         return result
 
 

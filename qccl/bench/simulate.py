@@ -198,7 +198,7 @@ class _Run:
             for row in rows:
                 self.pairs.append((row, plain))
                 yield table.row(row, plain, machines.ranks, machines.inter)
-        yield from table.footer(table.totals(self.pairs, machines.ranks, machines.inter), PLAIN)
+        yield from table.footer(table.totals(self.pairs, machines.ranks), PLAIN)
 
     def _every_row(self) -> list[Row]:
         """The plain calls, then all others: a codec is faster only if it is faster than no codec."""

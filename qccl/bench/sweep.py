@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import qccl
 from qccl.bench import table
 from qccl.bench.arrays import Arrays, arrays_of
-from qccl.bench.bulk import Bulk
 from qccl.bench.calls import Case, PlainCall, QuantizedCall, Wiring, cases, parameters
 from qccl.bench.data import gaussian
 from qccl.bench.lab import shaped_nbytes
@@ -66,7 +65,6 @@ class Sweep:
         self._counts = Counts(options.iters, options.warmup_iters, options.check, options.average)
         self._plain = baseline(comm, options.plain) if self._kind.is_allreduce else str(comm.transport.name)
         self._arrays = arrays_of(comm, options.cudagraph)
-        self._bulk = None if self._link is None else Bulk(comm, self._wiring)
         self._done = 0
         self._has_plain_call = self._kind.is_allreduce and self._plain not in options.codecs
         over, plain = _library(str(comm.transport.name)), _library(self._plain)
@@ -88,8 +86,6 @@ class Sweep:
         for _ in itertools.count() if endless else range(self._options.run_cycles):
             for case in self._cases:
                 self._measure_size(case)
-        if self._bulk is not None:
-            self._bulk.close()
         self._report.complete = True
         totals = self._report.totals()
         for line in table.footer(totals, self._plain):
@@ -108,7 +104,6 @@ class Sweep:
             meter=self._meter if self._link else None,
             before_turn=lambda turn: self._step(f"{format_size(case.nbytes)} {turn}"),
             arrays=self._arrays,
-            bulk=self._bulk,
         )
         plain = next((row for row in rows if row.codec == self._plain), None)
         if plain_call is not None:

@@ -10,8 +10,7 @@ from qccl.bench.options import KINDS, NCCL_NAMES
 from qccl.bench.params import Link
 
 __all__ = [
-    *("Totals", "algbw", "bulk_share", "busbw", "floor_seconds", "footer", "header", "line_share", "row"),
-    *("speedups", "totals"),
+    *("Totals", "algbw", "busbw", "floor_seconds", "footer", "header", "line_share", "row", "speedups", "totals"),
 ]
 
 #: minimum share of the sent bytes that a link's limiter must count
@@ -40,11 +39,6 @@ def line_share(r: Row, side: Side, link: Link) -> float | None:
     return floor_seconds(r, link) / side.seconds
 
 
-def bulk_share(side: Side) -> float | None:
-    """The time of a plain transfer of the same bytes divided by the time; None if not measured."""
-    return None if side.bulk is None else side.bulk / side.seconds
-
-
 def speedups(r: Row, plain: Row | None) -> tuple[float | None, float | None]:
     """Speed-ups over the plain all-reduce, out of place and in place, from the medians; None: not compared."""
     if plain is None:
@@ -57,7 +51,7 @@ def header(plain: str, *, lab: bool) -> list[str]:
     """The lines above the columns."""
     side = f"{'time':>7} {'algbw':>5} {'busbw':>5} {'#wrong':>6}"
     units = f"{'(us)':>7} {'GB/s':>5} {'GB/s':>5} {'':>6}"
-    floor = (f" {'floor':>7} {'line':>5} {'bulk':>5}", f" {'(us)':>7} {'(%)':>5} {'(%)':>5}") if lab else ("", "")
+    floor = (f" {'floor':>7} {'line':>5}", f" {'(us)':>7} {'(%)':>5}") if lab else ("", "")
     return [
         f"#{'':39} {'out-of-place':^26} {'in-place':^26} {'':17} {'vs ' + plain:>13} {'spread':>9}",
         f"#{'size':>9} {'count':>9} {'type':>8} {'redop':>5} {'root':>4} {side} {side}"
@@ -76,9 +70,8 @@ def row(r: Row, plain: Row | None, ranks: int, link: Link | None) -> str:
     spread = " ".join(f"{'-' if each is None else f'{each * 100:.0f}':>4}" for each in spreads)
     floor = ""
     if link is not None:
-        shares = line_share(r, r.out_of_place, link), bulk_share(r.out_of_place)
-        floor = f" {_digits(floor_seconds(r, link) * 1e6, 7)}"
-        floor += "".join(f" {'-' if share is None else f'{share * 100:.1f}':>5}" for share in shares)
+        share = line_share(r, r.out_of_place, link)
+        floor = f" {_digits(floor_seconds(r, link) * 1e6, 7)} {'-' if share is None else f'{share * 100:.1f}':>5}"
     name = NCCL_NAMES[r.case.dtype.name]
     return (
         f"{r.case.nbytes:>10} {r.case.count:>9} {name:>8} {_op(r):>5} {r.case.root:>4} {sides}"
@@ -97,7 +90,6 @@ class Totals:
         speedups: minimum and maximum speed-up over the plain all-reduce, by codec; of a row's modes the slower counts.
         spread: the maximum of all rows, including those of the plain all-reduce; None with one round.
         crossed: minimum share of the sent bytes that the link's limiter counted; None outside the lab.
-        bulk: minimum and maximum share of the link's rate that plain transfers got; None outside the lab.
     """
 
     wrong: int | None
@@ -106,7 +98,6 @@ class Totals:
     speedups: dict[str, tuple[float, float]]
     spread: float | None
     crossed: float | None
-    bulk: tuple[float, float] | None
 
     @property
     def okay(self) -> bool:
@@ -114,7 +105,7 @@ class Totals:
         return not self.wrong and (self.crossed is None or self.crossed >= _CROSSED)
 
 
-def totals(pairs: Sequence[tuple[Row, Row | None]], ranks: int, link: Link | None) -> Totals:
+def totals(pairs: Sequence[tuple[Row, Row | None]], ranks: int) -> Totals:
     """Summarise the rows of the codecs, each with the row of the plain all-reduce."""
     rows = [r for r, _ in pairs]
     plain = list(dict.fromkeys(p for _, p in pairs if p is not None))
@@ -132,7 +123,6 @@ def totals(pairs: Sequence[tuple[Row, Row | None]], ranks: int, link: Link | Non
         _speedups_by_codec(pairs),
         max((side.spread for side in sides if side.spread is not None), default=None),
         min(crossed, default=None),
-        _bulk_shares(rows, link),
     )
 
 
@@ -144,13 +134,6 @@ def _speedups_by_codec(pairs: Sequence[tuple[Row, Row | None]]) -> dict[str, tup
     return {codec: (min(each), max(each)) for codec, each in found.items()}
 
 
-def _bulk_shares(rows: Sequence[Row], link: Link | None) -> tuple[float, float] | None:
-    if link is None:
-        return None
-    shares = [floor_seconds(r, link) / side.bulk for r in rows for side in r.sides if side.bulk]
-    return (min(shares), max(shares)) if shares else None
-
-
 def footer(t: Totals, plain: str) -> list[str]:
     """The lines below the table."""
     wrong = "N/A" if t.wrong is None else f"{t.wrong} {'FAILED' if t.wrong else 'OK'}"
@@ -159,22 +142,17 @@ def footer(t: Totals, plain: str) -> list[str]:
         lines += [f"#   {codec:<18} : {bandwidth:g}" for codec, bandwidth in t.by_codec.items()]
     if t.speedups:
         lines.append(f"# {'Speed-up over ' + plain:<20} : of the slower of out of place and in place")
-        lines += [f"#   {codec:<18} : {_range(*ends, '.2f')}x" for codec, ends in t.speedups.items()]
+        lines += [f"#   {codec:<18} : {_range(*ends)}x" for codec, ends in t.speedups.items()]
     if t.spread is not None:
         lines.append(f"# {'Spread of the rounds':<20} : at most {t.spread * 100:.0f}% of the median")
-    if t.bulk is not None:
-        lines.append(
-            f"# {'Plain bulk transfer':<20} : {_range(t.bulk[0] * 100, t.bulk[1] * 100, '.1f')}% of the link's rate"
-        )
     if t.crossed is not None:
         verdict = "OK" if t.crossed >= _CROSSED else "FAILED: traffic bypassed the link"
         lines.append(f"# {'Crossed the link':<20} : at least {t.crossed * 100:.1f}% of the bytes sent {verdict}")
     return [*lines, "#"]
 
 
-def _range(least: float, greatest: float, form: str) -> str:
-    texts = dict.fromkeys(f"{end:{form}}" for end in (least, greatest))
-    return " to ".join(texts)
+def _range(*ends: float) -> str:
+    return " to ".join(dict.fromkeys(f"{end:.2f}" for end in ends))
 
 
 def _op(r: Row) -> str:

@@ -37,7 +37,7 @@ from qccl.torch.groups import ParameterGroup
 from qccl.torch.models import like_in_bucket
 
 __all__ = [
-    *("FullState", "IncompatibleKeys", "from_saved", "owned_parts", "take", "to_full"),
+    *("FullState", "IncompatibleKeys", "from_saved", "owned_parts", "schedule_of", "take", "to_full"),
     *("to_saved", "what_fits", "without_choice"),
 ]
 
@@ -202,7 +202,7 @@ def _refusing() -> Iterator[None]:
 
 def take(comm: Communicator, group: ParameterGroup, lr: float | None) -> None:
     """Let the state of a group be as its next call would find it (StateStore.expect)."""
-    schedule = _schedule_of(group, comm.rank, comm.nodes)
+    schedule = schedule_of(group, comm.rank, comm.nodes)
     forms = {
         name: (buffer.size, buffer.dtype)
         for name, buffer in schedule.buffers.items()
@@ -274,7 +274,7 @@ def _divided(
     """The state of ``rank``, one of the ranks on ``nodes`` that together have this total."""
     if not total or group.rank:
         return dict(total)
-    schedule, spec = _schedule_of(group, rank, nodes), _spec(group, nodes)
+    schedule, spec = schedule_of(group, rank, nodes), _spec(group, nodes)
     algorithm, share = schedule.name, 1.0
     if isinstance(spec, HierarchicalSpec):
         levels = spec.levels()
@@ -293,20 +293,20 @@ def _buffers(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> set[str]
     """The buffers that have state."""
     if group.rank:
         return {buffer for _, buffer, _, _ in _members(group)}
-    buffers = _schedule_of(group, rank, nodes).buffers if group.codec is not None else {}
+    buffers = schedule_of(group, rank, nodes).buffers if group.codec is not None else {}
     return {name for name, buffer in buffers.items() if buffer.role is Role.STATE}
 
 
 def owned_parts(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> list[tuple[str, int, int]]:
     """The parts (buffer, start, stop) of residuals that are errors of sums, of one of the ranks on these nodes."""
-    return [] if group.rank else sums_of(_schedule_of(group, rank, nodes))
+    return [] if group.rank else sums_of(schedule_of(group, rank, nodes))
 
 
 def _owner(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> str:
     """The text that the group's state belongs to."""
     if group.rank:
         return group.low_rank_owner
-    return _spec(group, nodes).state_owner(_schedule_of(group, rank, nodes).name)
+    return _spec(group, nodes).state_owner(schedule_of(group, rank, nodes).name)
 
 
 def _spec(group: ParameterGroup, nodes: Sequence[int]) -> CollectiveSpec:
@@ -316,7 +316,7 @@ def _spec(group: ParameterGroup, nodes: Sequence[int]) -> CollectiveSpec:
     return for_nodes(spec, nodes)
 
 
-def _schedule_of(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> Schedule:
+def schedule_of(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> Schedule:
     """The schedule of the group's calls on a rank, by ranks on these nodes."""
     return _spec(group, nodes).schedule(rank, len(nodes), in_place=True)
 

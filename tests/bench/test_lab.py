@@ -65,7 +65,6 @@ def test_the_table_in_the_lab_shows_the_line(tmp_path: Path) -> None:
     done = bench("allreduce", "--ranks=2", "-b4M", "-e4M", "-n5", "--link=1gbit", f"--json={path}")
     assert done.returncode == 0, done.stderr
     assert "# Crossed the link     : at least 1" in done.stdout
-    assert "# Plain bulk transfer  : " in done.stdout
     found = json.loads(path.read_text())
     result = found["results"][0]
     assert found["config"]["link"] == {
@@ -77,10 +76,6 @@ def test_the_table_in_the_lab_shows_the_line(tmp_path: Path) -> None:
     assert 0.99 < result["out_of_place"]["crossed"] < 1.2
     assert result["out_of_place"]["time"] > 0.7 * result["floor"]
     assert result["out_of_place"]["plain_time"] > 0.9 * (4 << 20) / 125.0
-    for mode in ("out_of_place", "in_place"):
-        side = result[mode]
-        assert side["bulk_share"] == pytest.approx(side["bulk_time"] / side["time"])
-        assert side["bulk_time"] > 0.9 * result["floor"]
 
 
 def test_the_timeline_shows_encodes_during_transfers(tmp_path: Path) -> None:

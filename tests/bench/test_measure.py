@@ -13,7 +13,7 @@ from bench_rows import SHARED, measure_one, measured
 
 import qccl
 from qccl import codecs, dtypes
-from qccl.bench import bulk, data, plain
+from qccl.bench import data, plain
 from qccl.bench.arrays import arrays_of
 from qccl.bench.calls import Case, PlainCall, QuantizedCall, Wiring
 from qccl.bench.measure import Counts, Row, Side, _calls_until_overflow, measure
@@ -142,38 +142,6 @@ def test_calls_that_are_compared_take_turns(library: None) -> None:
 def test_a_row_has_the_median_of_its_rounds_and_their_spread() -> None:
     side = Side((2.0, 1.0, 1.0, 7.0, 4.0), 0, 0.0, None)
     assert (side.seconds, side.spread) == (2.0, 3.0)
-
-
-@pytest.mark.parametrize(
-    ("wiring", "each"),
-    [
-        (Wiring.one_link_each(4), 4000),  # to three others
-        (Wiring((0, 1, 0, 1), (0, 1, 0, 1)), 3000),  # two ranks behind a link, each to two others
-        (Wiring((0, 1, 0, 1), (0, 1, 2, 3)), 6000),
-    ],
-)
-def test_a_plain_transfer_sends_as_much_over_every_link(
-    wiring: Wiring, each: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[tuple[int, int, int]] = []
-    real = LoopbackTransport.send
-
-    def send(self, peer, tag, address, nbytes, token):
-        if tag == bulk._TAG:
-            sent.append((self.rank, peer, nbytes))
-        real(self, peer, tag, address, nbytes, token)
-
-    def run(comm: qccl.Communicator) -> None:
-        transfers = bulk.Bulk(comm, wiring)
-        transfers.bind(12_000)()
-        transfers.settle()
-        transfers.close()
-
-    monkeypatch.setattr(LoopbackTransport, "send", send)
-    qccl.run_ranks(4, run)
-    links = wiring.by_link([sum(n for sender, _, n in sent if sender == rank) for rank in range(4)])
-    assert set(links) == {12_000} and {n for *_, n in sent} == {each}
-    assert all(wiring.nodes[rank] != wiring.nodes[peer] for rank, peer, _ in sent)
 
 
 @pytest.mark.parametrize("average", [0, 1, 2, 3])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 import torch.distributed as dist
-from ddp_models import GROUPS, backward, batches, gradients, step, wrapped
+from ddp_models import GROUPS, backward, batches, gradients, wrapped
 from on_ranks import on_ranks
 from profiles import profile
 from rank_calls import error_of
