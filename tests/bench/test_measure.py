@@ -15,7 +15,7 @@ import qccl
 from qccl import codecs, dtypes
 from qccl.bench import data, plain
 from qccl.bench.arrays import arrays_of
-from qccl.bench.calls import Case, PlainCall, QuantizedCall, Wiring
+from qccl.bench.calls import Case, PlainCall, QuantizedCall
 from qccl.bench.measure import Counts, Row, Side, _calls_until_overflow, measure
 from qccl.bench.options import KINDS
 from qccl.codecs.floats import from_float32, to_float32
