@@ -2,8 +2,9 @@
 
 It trains the models of doctor_models.py for some steps on 2 and 4 ranks, with PyTorch's DistributedDataParallel, its
 own hooks and qccl's codecs, each rank behind a link. The ranks compute, encode and decode on the processors of this
-machine, so that several may share one. The doctor predicts the same steps from one rank's computation, measured alone,
-and from the speeds of the codecs. It takes about ten minutes; with ``--resume`` it measures what today's file lacks.
+machine, so that several may share one. The doctor predicts the same steps from the time of a step of one rank, measured
+alone, and from the speeds of the codecs. It takes about ten minutes; with ``--resume`` it measures what today's file
+lacks.
 
 ``--save`` writes docs/results/doctor-<date>.json after each model, ``--write bench/README.md`` that page's table.
 """
@@ -28,14 +29,17 @@ from qccl.bench.params import codec_of, parse_link
 from qccl.bench.speed import Speed, measure_speed
 from qccl.bench.steps import FP16, FP32, Step, cost_of
 from qccl.bench.tcp import congestion_control
-from qccl.bench.training import Computation, Gradient, measured
+from qccl.bench.training import Computation, estimated
 
 MODELS = "byte_model,word_gpt,conv_net"
 METHODS = f"{FP32},{FP16},minmax8,minmax4+ef,minmax2:bucket=256+ef,trellis2+ef,onebit:reconstruct=mean+ef"
-#: megabytes of DDP's buckets
+#: megabytes of DDP's buckets, and bytes
 BUCKET_MB = 0.5
+_BUCKET_NBYTES = int(BUCKET_MB * (1 << 20))
 #: steps before those that are timed; of these at least and at most so many, for about so many seconds
 _WARM, _LEAST, _MOST, _SECONDS = 4, 6, 60, 2.0
+#: steps of one rank alone, of which the fastest counts
+_ALONE = 40
 #: TCP's congestion control: Linux's default. bbr loses some milliseconds a step on links without delay
 TCP = "cubic"
 #: elements whose encoding is timed, as the doctor does
@@ -106,8 +110,9 @@ def predicted(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _computation(found: dict[str, Any]) -> Computation:
-    gradients = tuple(Gradient(tuple(g["shape"]), g["ready"], g["bucket"]) for g in found["gradients"])
-    return Computation(gradients, found["forward"], found["backward"], found["optimiser"], is_measured=True)
+    """The computation of a step as the doctor estimates it; older files have one that was measured part by part."""
+    seconds = found["forward"] + found["backward"] + found["optimiser"]
+    return estimated([tuple(g["shape"]) for g in found["gradients"]], seconds, _BUCKET_NBYTES)
 
 
 def summary(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -134,27 +139,34 @@ def rank(task: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    if task["measure"] == "steps":
-        dist.init_process_group("gloo")
-        found = [{"found": {"method": each, "seconds": _step(task["model"], each)}} for each in task["methods"]]
-        if dist.get_rank() == 0:
-            report(found)
-        gc.collect()  # DistributedDataParallel holds the group, whose threads must end before the interpreter
-        dist.destroy_process_group()
+    if task["measure"] == "speeds":
+        report([{"found": {each: vars(measure_speed(codec_of(each), _TIMED)) for each in task["methods"]}}])
         return
-    found = _speeds(task["methods"]) if task["measure"] == "speeds" else asdict(_alone(task["model"]))
-    report([{"found": found}])
+    if task["measure"] == "profile":
+        report([{"found": asdict(_alone(task["model"]))}])
+        return
+    dist.init_process_group("gloo")
+    found = [{"found": {"method": each, "seconds": _step(task["model"], each)}} for each in task["methods"]]
+    if dist.get_rank() == 0:
+        report(found)
+    gc.collect()  # DistributedDataParallel holds the group, whose threads must end before the interpreter
+    dist.destroy_process_group()
 
 
-def _speeds(methods: list[str]) -> dict[str, dict[str, float]]:
-    return {each: vars(measure_speed(codec_of(each), _TIMED)) for each in methods}
-
-
-def _alone(model: str) -> Computation:
-    """The computation of a step of a model."""
+def _alone(name: str) -> Computation:
+    """The computation that the doctor estimates from the least time of some steps of one rank."""
     from doctor_models import MODELS as makers
 
-    return measured(*makers[model](), BUCKET_MB, 1)
+    module, loss, optimizer = makers[name]()
+    times = []
+    for _ in range(_WARM + _ALONE):
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        loss(module).backward()
+        optimizer.step()
+        times.append(time.perf_counter() - begin)
+    shapes = [tuple(p.shape) for p in module.parameters() if p.requires_grad]
+    return estimated(shapes, min(times[_WARM:]), _BUCKET_NBYTES)
 
 
 def _step(name: str, method: str) -> float:
@@ -170,14 +182,14 @@ def _step(name: str, method: str) -> float:
 
     torch.manual_seed(dist.get_rank())
     module, loss, optimizer = makers[name]()
-    with _reduced_by(module, method):
+    with _reduced_by(module, method) as wrapped:
 
         def steps(number: int) -> float:
             times = []
             for _ in range(number):
                 begin = time.perf_counter()
                 optimizer.zero_grad()
-                loss().backward()
+                loss(wrapped).backward()
                 optimizer.step()
                 times.append(time.perf_counter() - begin)
             return largest(statistics.median(times))
@@ -187,13 +199,12 @@ def _step(name: str, method: str) -> float:
 
 
 @contextlib.contextmanager
-def _reduced_by(module: Any, method: str) -> Iterator[None]:
-    """Inside, the module is in DistributedDataParallel, and its gradients go by ``method``."""
+def _reduced_by(module: Any, method: str) -> Iterator[Any]:
+    """The module in DistributedDataParallel, whose gradients go by ``method``."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.nn.parallel import DistributedDataParallel
 
     import qccl.torch
-    from qccl.bench.training import forwarded
 
     wrapped = DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
     with contextlib.ExitStack() as stack:
@@ -201,8 +212,7 @@ def _reduced_by(module: Any, method: str) -> Iterator[None]:
             wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif method != FP32:
             stack.enter_context(qccl.torch.compress(wrapped, method))
-        stack.enter_context(forwarded(module, wrapped))
-        yield
+        yield wrapped
 
 
 if __name__ == "__main__":

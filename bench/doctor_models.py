@@ -1,7 +1,7 @@
-"""Trainings of different shapes, for doctor_accuracy.py; each function is one for ``qccl-bench doctor --model``.
+"""Trainings of different shapes, for doctor_accuracy.py.
 
-They return the module, a function that computes the loss of the next batch, and the optimiser. The batches are random:
-times do not depend on them.
+They return the module, a function that computes the loss of the next batch by it, or by what wraps it, and the
+optimiser. The batches are random: times do not depend on them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 __all__ = ["MODELS", "conv_net"]
 
 _EXAMPLES = str(Path(__file__).parent.parent / "docs" / "examples")
-Training = tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]
+Training = tuple[nn.Module, Callable[[nn.Module], torch.Tensor], torch.optim.Optimizer]
 
 
 def _example(name: str) -> Training:
@@ -27,7 +27,7 @@ def _example(name: str) -> Training:
         sys.path.append(_EXAMPLES)
     recipe = importlib.import_module(name)
     model, (text, _), generator = recipe.make_model(), recipe.corpus(), torch.Generator().manual_seed(0)
-    return model, lambda: recipe.loss_of(model, recipe.random_batch(text, generator)), recipe.optimizer_of(model)
+    return model, lambda m: recipe.loss_of(m, recipe.random_batch(text, generator)), recipe.optimizer_of(model)
 
 
 def conv_net() -> Training:
@@ -40,7 +40,7 @@ def conv_net() -> Training:
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
-    def loss() -> torch.Tensor:
+    def loss(model: nn.Module) -> torch.Tensor:
         return nn.functional.cross_entropy(model(torch.randn(8, 3, 32, 32)), torch.randint(100, (8,)))
 
     return model, loss, optimizer

@@ -6,7 +6,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,13 +28,13 @@ from qccl.bench.params import (
 )
 from qccl.bench.speed import Speed, measure_speed
 from qccl.bench.steps import FP16, FP32, Cost, Step, constants_of, cost_of, rate_of
-from qccl.bench.training import Computation, estimated, measured
+from qccl.bench.training import estimated
 from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError, QcclError
 from qccl.launchers import detect
 from qccl.scalars import parse_seconds
 
-__all__ = ["SHOWN", "Training", "doctor", "recommendation"]
+__all__ = ["SHOWN", "doctor", "recommendation"]
 
 _NAMES = {FP32: "none (fp32)", FP16: "cast (fp16)"}
 #: the methods that reached the quality of fp32 in at most 1.1 times its steps in every training of docs/results.md;
@@ -58,38 +58,15 @@ _TIMES, _BURST, _FIRST_NBYTES, _LAST_NBYTES, _ENOUGH_SECONDS = 5, 4, 16 << 10, 1
 #: messages that a call in two rounds waits for, at most
 _LATE = 3
 
-_MODEL_HELP = (
-    "A function of yours that returns a PyTorch module; or the module, a function without arguments that computes the "
-    "loss of a batch by it, and if you like the optimiser: then some steps are run and measured."
-)
+_MODEL_HELP = "A function of yours that returns a PyTorch module."
 _MEASURE_HELP = (
     "Measure the network by calls among the ranks of a launcher, such as mpiexec -n 4 qccl-bench doctor --measure ..."
 )
 _DELAY_HELP = "With --link: each packet is under way this long from one rank to another, e.g. 25ms."
-_STEP_HELP = "Time of a step on one rank, without communication, e.g. 250ms [measured, if --model gives a loss]."
+_STEP_HELP = "Time of a step on one rank, without communication, e.g. 250ms."
 _PROCESSORS_HELP = "Processors of each rank; 0.5 if two ranks share one [all of this machine]."
 _BUCKET_HELP = "bucket_cap_mb of DistributedDataParallel, in MiB [25]."
 _CODEC_HELP = f"Codecs to compare with fp32 and fp16 [{_DEFAULT_CODECS}]."
-
-
-@dataclass(frozen=True)
-class Training:
-    """What --model gives.
-
-    Attributes:
-        model: a module of PyTorch.
-        loss: computes the loss of a batch by ``model``; None: not given.
-        optimizer: has step(); None: not given.
-    """
-
-    model: Any
-    loss: Callable[[], Any] | None = None
-    optimizer: Any = None
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Of the gradients."""
-        return [tuple(p.shape) for p in self.model.parameters() if p.requires_grad]
 
 
 def parse_count(text: str) -> int:
@@ -101,8 +78,8 @@ def parse_count(text: str) -> int:
     return count
 
 
-def parse_model(text: str) -> Training:
-    """The training that ``module:function`` returns. Raises ValueError."""
+def parse_model(text: str) -> list[tuple[int, ...]]:
+    """The shapes of the gradients of the PyTorch module that ``module:function`` returns. Raises ValueError."""
     module, colon, name = text.partition(":")
     try:
         given: Any = imported(module, name)() if colon else None
@@ -112,19 +89,12 @@ def parse_model(text: str) -> Training:
         raise ValueError(
             f"{text!r} cannot be imported ({error}); give a module in this folder or on PYTHONPATH"
         ) from error
-    parts = given if isinstance(given, tuple) else (given,)
-    if not hasattr(parts[0] if parts else None, "parameters"):
-        raise ValueError(f"{text!r} gives no PyTorch module; write module:function, and let it return the module")
-    if len(parts) > 3 or (len(parts) > 1 and not callable(parts[1])) or (len(parts) > 2 and not _has_step(parts[2])):
+    if not hasattr(given, "parameters"):
         raise ValueError(
-            f"{text!r} must return the module, or (module, loss) or (module, loss, optimizer): loss() computes the "
-            f"loss of a batch, and optimizer has step()"
+            f"{text!r} gives no PyTorch module; write module:function, and let it return the module alone. Steps are "
+            f"not run any more: time one on one rank, and give --step"
         )
-    return Training(*parts)
-
-
-def _has_step(optimizer: Any) -> bool:
-    return optimizer is None or callable(getattr(optimizer, "step", None))
+    return [tuple(p.shape) for p in given.parameters() if p.requires_grad]
 
 
 @dataclass(frozen=True)
@@ -161,7 +131,7 @@ class Network:
 @option("-J --json path", output_file, "FILE", "Write the figures.")
 def doctor(
     parameters: int | None,
-    model: Training | None,
+    model: Sequence[tuple[int, ...]] | None,
     ranks: int | None,
     link: str | None,
     delay: float | None,
@@ -179,16 +149,15 @@ def doctor(
     The step is one of DistributedDataParallel: gradients become ready one after the other, and calls encode, send and
     decode them beside the backward pass. The simulator times the calls on the network of --link and --delay, or on the
     one that --measure finds by calls of qccl among the ranks, which losses slow down as they do those of a training.
-    Encoding and decoding are measured on one core of this machine, and the times of the gradients by --model, if that
-    gives a loss.
+    Encoding and decoding are measured on one core of this machine. The parts of a step, and when each gradient is
+    ready, are estimated.
 
     Recommended are codecs whose quality was shown in docs/results.md.
     """
-    has_loss = model is not None and model.loss is not None
     wanted: dict[str, object] = {
         "give the gradients once: --parameters or --model": (parameters is None) != (model is None),
         "give the network once: --link RATE, or --measure under a launcher": (link is None) == measure,
-        "--step is missing: the time of a training step on one rank, such as --step 250ms": step or has_loss,
+        "--step is missing: the time of a training step on one rank, such as --step 250ms": step,
         "--delay is for --link, whose network it describes: --link 100mbit --delay ...": not delay or bool(link),
     }
     if missing := [text for text, is_there in wanted.items() if not is_there]:
@@ -203,8 +172,10 @@ def doctor(
         check_other_ranks(launcher)
     share = processors or len(os.sched_getaffinity(0)) / max(1, of_launcher)
     network = Network(parse_link(link).rate, delay or 0.0, ranks or 2, rank) if link else _measured_network(share)
-    if network.rank == 0:
-        computation = _computation(model, parameters or 0, step, bucket_cap_mb, max(1, int(share)))
+    if network.rank == 0 and step is not None:
+        whole, rest = divmod(parameters or 0, _ARRAY)
+        shapes = model if model is not None else [(1, _ARRAY)] * whole + [(1, rest)] * (rest > 0)
+        computation = estimated(shapes, step, int(bucket_cap_mb * (1 << 20)))
         try:
             _report(Step(computation, network.ranks, network.rate, share, network.delay), network, specs, load, path)
         except ArgumentError as error:
@@ -250,25 +221,12 @@ def _measured_network(processors: float) -> Network:
         raise click.ClickException(f"{type(error).__name__}: {error}") from error
 
 
-def _computation(
-    given: Training | None, parameters: int, step: float | None, bucket_mb: float, threads: int
-) -> Computation:
-    """The computation: measured if there is a loss, in steps of ``step`` seconds if that is given."""
-    if given is not None and given.loss is not None:
-        found = measured(given.model, given.loss, given.optimizer, bucket_mb, threads)
-        return found if step is None else found.scaled(step)
-    assert step is not None
-    whole, rest = divmod(parameters, _ARRAY)
-    shapes = given.shapes if given is not None else [(1, _ARRAY)] * whole + [(1, rest)] * (rest > 0)
-    return estimated(shapes, step, int(bucket_mb * (1 << 20)))
-
-
 def _report(step: Step, network: Network, specs: Sequence[str], load: float, path: str | None) -> None:
     """Print the table and the recommendation, and write the figures; ``load`` is that before the measurements."""
     count = _TIMED_NBYTES // FLOAT32.itemsize
     speeds = {spec: measure_speed(codec_of(spec), count) for spec in dict.fromkeys([FP32, FP16, *specs])}
     costs = [cost_of(step, spec, speed) for spec, speed in speeds.items()]
-    doubts = list(_doubts(load, step, network, speeds))
+    doubts = list(_doubts(load, network, speeds))
     for line in (
         *_head(step, network),
         *_table(costs),
@@ -283,15 +241,15 @@ def _report(step: Step, network: Network, specs: Sequence[str], load: float, pat
         click.echo(f"# Wrote {path}")
 
 
-def _doubts(load: float, step: Step, network: Network, speeds: Mapping[str, Speed]) -> Iterator[str]:
+def _doubts(load: float, network: Network, speeds: Mapping[str, Speed]) -> Iterator[str]:
     """The signs that other programs disturbed the measurements, although the least of several counts."""
     processors = os.cpu_count() or 1
     if load > _LOAD * processors:
         yield (
-            f"a load of {load:.1f} on {processors} processors before the measurements; the times of codecs, of the "
-            f"step and of the network may be too long: measure again on an idle machine"
+            f"a load of {load:.1f} on {processors} processors before the measurements; the times of codecs and of the "
+            f"network may be too long: measure again on an idle machine"
         )
-    spreads = {"a step": step.computation.spread, "the network": network.spread}
+    spreads = {"the network": network.spread}
     spreads |= {_NAMES.get(spec, spec): speed.spread for spec, speed in speeds.items()}
     what, spread = max(spreads.items(), key=lambda each: each[1])
     if spread > _SPREAD:
@@ -344,8 +302,7 @@ def _head(step: Step, network: Network) -> Iterator[str]:
     link = f"{step.rate * 8e-6:.4g} Mbit/s in each direction of a rank"
     yield f"# link: {link}, {step.delay * 1e3:.3g} ms from one rank to another ({network.source})"
     parts = f"forward {_ms(own.forward)}, backward {_ms(own.backward)}, optimiser {_ms(own.optimiser)} ms"
-    how = "measured" if own.is_measured else "--step; estimated: its parts, and when each gradient is ready"
-    yield f"# computation of a step: {_ms(own.seconds)} ms: {parts} ({how})"
+    yield f"# computation of a step: {_ms(own.seconds)} ms: {parts} (estimated, and when each gradient is ready)"
     yield f"# processors of a rank: {step.processors:g}"
     yield "# measured: the codecs on one core of this machine; error: relative L2 error of one encoding of Gaussian"
     yield "#           values (+ef adds it to the next step)"

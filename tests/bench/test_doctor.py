@@ -139,8 +139,8 @@ def test_the_steps_that_were_measured_are_predicted(path: Path) -> None:
     for row in rows_without_delay(document):
         rate = parse_link(row["link"]).rate
         processors = 2 / row["ranks"]
-        own = replayed(document["compute"], ready)
-        replay = Step(own.scaled(own.seconds * processors), row["ranks"], rate, processors)
+        own = replayed(document["compute"], ready, processors)
+        replay = Step(own, row["ranks"], rate, processors)
         method = {"fp32": "none", "fp16": "cast"}.get(row["method"], row["method"])
         cost = cost_of(replay, method, SPEEDS[row["method"]])
         assert cost.overlapped == pytest.approx(row["seconds"], rel=0.2), (row["method"], row["link"], cost)
@@ -153,16 +153,17 @@ def _shape(what: int | list[int]) -> tuple[int, ...]:
     return (1, what) if what >= 1 << 14 else (what,)
 
 
-def replayed(compute: dict[str, Any], ready: list[tuple[tuple[int, ...], float]]) -> Computation:
-    """The computation of a results file, in DDP's buckets of half a megabyte."""
+def replayed(compute: dict[str, Any], ready: list[tuple[tuple[int, ...], float]], factor: float) -> Computation:
+    """The computation of a results file, in DDP's buckets of half a megabyte; all times times ``factor``."""
     gradients, bucket, waiting, filled = [], 0, [], 0
     for shape, at in ready:
         waiting.append(shape)
         filled += 4 * math.prod(shape)
         if filled >= 1 << 19 or (shape, at) == ready[-1]:
-            gradients += [Gradient(each, at, bucket) for each in waiting]
+            gradients += [Gradient(each, factor * at, bucket) for each in waiting]
             bucket, waiting, filled = bucket + 1, [], 0
-    return Computation(tuple(reversed(gradients)), compute["forward"], ready[-1][1], compute["optimiser"])
+    parts = (factor * each for each in (compute["forward"], ready[-1][1], compute["optimiser"]))
+    return Computation(tuple(reversed(gradients)), *parts)
 
 
 #: of a call of minmax8 over wan behind 100 Mbit/s, without loss: delay in ms, ranks, elements, and ms
