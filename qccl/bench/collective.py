@@ -27,7 +27,6 @@ from qccl.bench.params import (
     output_file,
     parse_size,
 )
-from qccl.bench.plain import LIBRARIES
 from qccl.bench.processes import exit_status
 from qccl.bench.progress import Screen
 from qccl.bench.start import choose_way, run_ranks
@@ -44,10 +43,7 @@ _TRANSPORT_HELP = (
     "Carries the bytes; loopback: between threads of one process [under a launcher: as qccl.init() chooses; otherwise "
     f"the first that works of {', '.join(TRANSPORTS)}]."
 )
-_PLAIN_HELP = (
-    "Compare with MPI's or gloo's all-reduce, or with qccl's without compression [of the transport's library, if it "
-    "has one]."
-)
+_PLAIN_HELP = "Compare with MPI's all-reduce, or with qccl's without compression [of the transport's library, if any]."
 _LAYOUT_HELP = "Ranks that communicate between nodes: the first of each node, or each for a part [sharded]."
 _JSON_HELP = "Write nccl-tests' JSON, and more, after each size."
 
@@ -107,7 +103,7 @@ def command(name: str) -> click.Command:
     """
     options = [*_COMMON, *(_OWN[parameter] for parameter in kind.parameters if parameter in _OWN)]
     if kind.is_allreduce:
-        options.append(option("--plain", click.Choice([*LIBRARIES, "none"]), None, _PLAIN_HELP))
+        options.append(option("--plain", click.Choice(["mpi", "none"]), None, _PLAIN_HELP))
     if kind.algorithms:
         choice = click.Choice(["auto", *kind.algorithms])
         options.append(option("--algorithm", choice, None, f"Of the {kind.title}.", "auto"))
@@ -143,8 +139,6 @@ def _check(options: Options) -> None:
         raise click.UsageError(f"--transport {o.transport} is for ranks on the host; leave --backend {o.backend} out")
     if o.plain == "mpi" and (o.transport == "loopback" or o.backend != "host"):
         raise click.UsageError("--plain mpi compares processes on the host, which mpiexec starts; use --plain none")
-    if o.plain == "gloo" and (o.transport == "loopback" or o.backend != "host"):
-        raise click.UsageError("--plain gloo compares processes on the host; use --plain none")
     lab = o.network.flag
     if lab and o.transport == "loopback":
         raise click.UsageError(f"{lab}: threads use no network; leave --transport loopback out")

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import os
-import socket
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from qccl.dtypes import get
 from qccl.errors import ArgumentError, PeerLost
@@ -31,15 +26,11 @@ def baseline(comm: Communicator, wanted: str | None = None) -> str:
 
     It is the all-reduce of the library under the transport. UCX and loopback have none: then it is MPI's if the ranks
     are MPI's, too, and otherwise qccl's own with the codec ``none``, which is the fastest there is without MPI.
-    ``wanted``, in LIBRARIES or "none", takes precedence. Raises ArgumentError if that is "mpi" and the ranks are not
-    MPI's, or "gloo" and a rank has no PyTorch.
+    ``wanted``, "mpi" or "none", takes precedence. Raises ArgumentError if that is "mpi" and the ranks are not MPI's.
     """
     own = str(comm.transport.name)
     if wanted == "none" or (own in (*LIBRARIES, "nccl") and wanted in (None, own)):
         return wanted or own
-    if wanted == "gloo":
-        _connect_gloo(comm)
-        return wanted
     for rank, reason in enumerate(comm.allgather(_no_mpi(comm).encode())):
         if reason and wanted:
             raise ArgumentError(f"--plain mpi: rank {rank}: {reason.decode()}; use --plain none, or leave --plain out")
@@ -111,43 +102,12 @@ def _mpi(transport: Any) -> AllReduce:
     return allreduce
 
 
-#: gloo's groups beside transports of other libraries, each with the store that connected it
-_gloo_groups: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
-
-
-def _connect_gloo(comm: Communicator) -> None:
-    """Collective: a group of gloo for the ranks of ``comm``, which use another transport.
-
-    Rank 0 has the store, at MASTER_ADDR, which is in the lab, too, an address that all ranks reach.
-    """
-    for rank, found in enumerate(comm.allgather(b"" if importlib.util.find_spec("torch") else b"no")):
-        if found:
-            raise ArgumentError(f"--plain gloo: rank {rank} has no PyTorch; install torch, or leave --plain out")
-    import torch.distributed as dist
-
-    from qccl.transports.network import Network, own_address
-    from qccl.transports.torch import connect_gloo
-
-    limit, place = timedelta(seconds=comm.timeout), b""
-    is_here = len(set(comm.nodes)) == 1
-    if comm.rank == 0:
-        host = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if is_here else socket.gethostname())
-        store = dist.TCPStore(host, 0, comm.size, is_master=True, timeout=limit, wait_for_workers=False)
-        place = f"{host} {store.port}".encode()
-    host, _, port = comm.allgather(place)[0].decode().partition(" ")
-    if comm.rank > 0:
-        store = dist.TCPStore(host, int(port), comm.size, is_master=False, timeout=limit, wait_for_workers=False)
-    own = own_address(Network.towards(host, is_local=is_here))
-    _gloo_groups[comm.transport] = connect_gloo(store, comm.rank, comm.size, comm.timeout, own), store
-
-
 def _gloo(transport: Any) -> AllReduce:
     import torch
     import torch.distributed as dist
 
     from qccl.transports.torch import bytes_at, keep_alive
 
-    group = transport.group if transport.name == "gloo" else _gloo_groups[transport][0]
     ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
     dtypes = {"float32": torch.float32, "float16": torch.float16}
 
@@ -158,7 +118,7 @@ def _gloo(transport: Any) -> AllReduce:
             ctypes.memmove(target, source, count * element.itemsize)
         values = bytes_at(target, count * element.itemsize).view(element)
         try:
-            keep_alive(group, group.allreduce([values], options)).wait()
+            keep_alive(transport.group, transport.group.allreduce([values], options)).wait()
         except RuntimeError as error:
             raise PeerLost(f"gloo's all-reduce failed: {error}") from error
 
