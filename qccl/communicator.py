@@ -402,10 +402,9 @@ class Communicator(Collectives):
     def shrink(self, timeout: float | None = None) -> Communicator:
         """Collective among the ranks that are left, usually after PeerLost or CollectiveTimeout: a group of them.
 
-        They keep their order. Over UCX and wan any rank may be lost, and several; over MPI the library must support it
-        (ULFM). The ranks first agree on the members. They wait ``timeout`` seconds (None: the communicator's) for a
-        rank that has not ended and does not call shrink(); then it is lost, too, and can only return with qccl.join().
-        Each rank keeps the residuals and momenta of its own values; those of sums begin at zero. ``calls`` is the
+        They keep their order. Any rank may be lost, and several. The ranks first agree on the members. They wait
+        ``timeout`` seconds (None: the communicator's) for a rank that has not ended and does not call shrink(); then it
+        is lost, too, and can only return with qccl.join(). Each rank keeps the residuals and momenta of its own values; those of sums begin at zero. ``calls`` is the
         largest of all ranks'. This communicator is unusable afterwards; communicators that split() made of it are not
         changed.
 

@@ -5,7 +5,7 @@ What happens when a rank fails:
 - A rank that raises sends the others a control message. They raise PeerLost at once.
 - A rank that stops answering is detected by the deadlines of the others.
 - A rank killed by a signal ends the whole job under MPICH, and under Open MPI unless it runs with
-  ``mpiexec --with-ft ulfm``; then the others raise PeerLost, and regroup() makes a group of them.
+  ``mpiexec --with-ft ulfm``; then the others raise PeerLost.
 
 After a failure the process can always exit. MPI_Finalize would wait for ever for a rank that hangs, so SIGALRM ends a
 process with a failed transport 10 s after the interpreter starts to exit. mpiexec then ends the rest of the job,
@@ -25,7 +25,6 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -40,7 +39,7 @@ if _finalizes:
 
 from mpi4py import MPI  # noqa: E402
 
-from qccl import _host, threads  # noqa: E402
+from qccl import _host  # noqa: E402
 from qccl.deadline import Deadline  # noqa: E402
 from qccl.errors import (  # noqa: E402
     ArgumentError,
@@ -182,7 +181,6 @@ class MpiTransport(NativeTransport):
     name = "mpi"
     wire: _host.MpiWire
     eager_nbytes = 8 << 10
-    can_regroup = True  # if the library has ULFM
 
     def __init__(self, comm: MPI.Intracomm, timeout: float, progress_hook: Callable[[], object] = lambda: None) -> None:
         """Collective: take ownership of ``comm``; from_mpi() and world() make one."""
@@ -251,36 +249,6 @@ class MpiTransport(NativeTransport):
             raise _mapped(error) from error
         ends = [sum(lengths[: r + 1]) for r in range(self.size)]
         return [bytes(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
-
-    def regroup(self, calls: int, timeout: float, *, grows: bool) -> tuple[MpiTransport, int]:
-        """A transport of the ranks that MPI has not lost, if the library has ULFM.
-
-        Raises EngineError for ``grows`` and for other libraries.
-        """
-        if grows:
-            raise EngineError("processes cannot join a group over MPI; use UCX (QCCL_TRANSPORT=ucx)")
-        self.abort("the ranks make another group")
-        found: list[MPI.Intracomm | Exception] = []
-
-        def shrink() -> None:
-            try:
-                self.comm.Revoke()
-                found.append(cast(MPI.Intracomm, self.comm.Shrink()))
-            except (MPI.Exception, NotImplementedError) as error:
-                found.append(error)
-
-        thread = threading.Thread(target=shrink, name="qccl shrink", daemon=True)  # MPI's function has no deadline
-        threads.start(thread)
-        thread.join(timeout)
-        if not found:
-            raise CollectiveTimeout(f"MPI's Comm.Shrink() did not end in {timeout} s; end the ranks that are stopped")
-        if isinstance(found[0], Exception):
-            raise EngineError(
-                f"MPI cannot make a group of the ranks that are left ({found[0]!r}); use Open MPI with mpiexec "
-                f"--with-ft ulfm, or UCX (QCCL_TRANSPORT=ucx)"
-            ) from found[0]
-        transport = MpiTransport(found[0], timeout)
-        return transport, max(int(each) for each in transport.allgather(str(calls).encode(), timeout))
 
     def abort(self, reason: str) -> None:
         """Cancel the transfers under way. The communicator is never freed, because messages may still arrive."""
