@@ -404,9 +404,9 @@ class Communicator(Collectives):
 
         They keep their order. Any rank may be lost, and several. The ranks first agree on the members. They wait
         ``timeout`` seconds (None: the communicator's) for a rank that has not ended and does not call shrink(); then it
-        is lost, too, and can only return with qccl.join(). Each rank keeps the residuals and momenta of its own values; those of sums begin at zero. ``calls`` is the
-        largest of all ranks'. This communicator is unusable afterwards; communicators that split() made of it are not
-        changed.
+        is lost, too, and can only return with qccl.join(). Each rank keeps the residuals and momenta of its own values;
+        those of sums begin at zero. ``calls`` is the largest of all ranks'. This communicator is unusable afterwards;
+        communicators that split() made of it are not changed.
 
         Raises PeerLost on a rank that the others leave out; CollectiveTimeout if the ranks that answer are neither all
         that have not ended, nor more than half of this communicator's, nor half with rank 0, because the others might

@@ -53,8 +53,8 @@ class LowPrecisionDecentralized:
         """Collective. Models may differ; the ranks exchange them once, exactly.
 
         ``model`` is a mutable array (NumPy, CuPy, torch) and is changed in place. ``weights`` are "ring", "complete",
-        "hypercube", "torus", "exponential" (distances 1, 2, 4, ... both ways), "one_peer" (pairs), or a symmetric
-        matrix whose rows sum to 1; all ranks must pass the same.
+        "exponential" (distances 1, 2, 4, ... both ways), or a symmetric matrix whose rows sum to 1; all ranks must pass
+        the same.
         """
         if not hasattr(model, "shape") or not hasattr(model, "dtype"):
             raise ArgumentError(f"the model must be an array (NumPy, CuPy, torch), not {type(model).__name__}")

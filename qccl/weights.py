@@ -24,8 +24,11 @@ def matrix(weights: str | Sequence[Sequence[float]] | Any, size: int) -> Matrix:
     """
     if isinstance(weights, str):
         if weights not in TOPOLOGIES:
-            raise ArgumentError(f"weights {weights!r} are not one of {', '.join(TOPOLOGIES)}, nor a matrix")
-        return TOPOLOGIES[weights](size)
+            raise ArgumentError(
+                f"weights {weights!r} are not one of {', '.join(TOPOLOGIES)}; for another topology give a symmetric "
+                f"matrix whose rows sum to 1"
+            )
+        return _shifts(size, TOPOLOGIES[weights](size))
     try:
         w = np.asarray(weights, np.float64)
     except (TypeError, ValueError) as error:
@@ -68,44 +71,9 @@ def _shifts(size: int, shifts: Sequence[int]) -> Matrix:
     return np.asarray(np.mean([np.roll(np.eye(size), shift, axis=1) for shift in peers], axis=0))
 
 
-def _exponential(size: int) -> Matrix:
-    return _shifts(size, [1 << j for j in range((size - 1).bit_length())])
-
-
-def _hypercube(size: int) -> Matrix:
-    if size & (size - 1):
-        raise ArgumentError(f"a hypercube has a power of two of ranks, not {size}")
-    distances = [0, *(1 << j for j in range(size.bit_length() - 1))]
-    return np.asarray(np.mean([np.eye(size)[np.arange(size) ^ distance] for distance in distances], axis=0))
-
-
-def _torus(size: int) -> Matrix:
-    """A grid of ranks, as square as possible; each rank averages with its neighbours above, below, left and right."""
-    rows = next(n for n in range(int(size**0.5), 0, -1) if size % n == 0)
-    columns = size // rows
-    w = np.eye(size)
-    for rank in range(size):
-        i, j = divmod(rank, columns)
-        for di, dj in ((1, 0), (-1, 0), (0, 1), (0, -1)):
-            w[rank, (i + di) % rows * columns + (j + dj) % columns] = 1
-    return np.asarray(w / w.sum(axis=1, keepdims=True))
-
-
-def _one_peer(size: int) -> Matrix:
-    if size % 2 and size > 1:
-        raise ArgumentError(f"one_peer needs an even number of ranks, not {size}")
-    w = np.eye(size)
-    for rank in range(size if size > 1 else 0):
-        w[rank, [rank, rank ^ 1]] = 0.5
-    return w
-
-
-#: topology -> function that makes its matrix for a number of ranks
-TOPOLOGIES: dict[str, Callable[[int], Matrix]] = {
-    "ring": lambda size: _shifts(size, [1]),
-    "complete": lambda size: np.full((size, size), 1 / size),
-    "hypercube": _hypercube,
-    "torus": _torus,
-    "exponential": _exponential,
-    "one_peer": _one_peer,
+#: topology -> the distances to a rank's peers, for a number of ranks
+TOPOLOGIES: dict[str, Callable[[int], Sequence[int]]] = {
+    "ring": lambda size: [1],
+    "complete": range,
+    "exponential": lambda size: [1 << j for j in range((size - 1).bit_length())],
 }

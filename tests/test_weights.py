@@ -12,20 +12,15 @@ from qccl.weights import TOPOLOGIES, matrix, spectral_gap
 @pytest.mark.parametrize("name", list(TOPOLOGIES))
 def test_topologies(name: str) -> None:
     for size in range(1, 33):
-        if (name == "hypercube" and size & (size - 1)) or (name == "one_peer" and size % 2 and size > 1):
-            with pytest.raises(ArgumentError, match="power of two" if name == "hypercube" else "even number"):
-                matrix(name, size)
-            continue
         w = matrix(name, size)
         assert (w >= 0).all() and np.allclose(w.sum(axis=0), 1) and np.array_equal(w, w.T)
-        gap = spectral_gap(w)
-        assert gap > 1e-3 if name != "one_peer" or size <= 2 else abs(gap) < 1e-12
+        assert spectral_gap(w) > 1e-3
         np.testing.assert_array_equal(matrix(w.tolist(), size), w)
 
 
 def test_degrees() -> None:
     peers = {name: int((matrix(name, 16)[0] > 0).sum()) - 1 for name in TOPOLOGIES}
-    assert peers == {"ring": 2, "complete": 15, "hypercube": 4, "torus": 4, "exponential": 7, "one_peer": 1}
+    assert peers == {"ring": 2, "complete": 15, "exponential": 7}
 
 
 def test_gaps() -> None:
@@ -36,7 +31,7 @@ def test_gaps() -> None:
 @pytest.mark.parametrize(
     ("weights", "reason"),
     [
-        ("star", "'star' are not one of ring, complete"),
+        ("torus", "'torus' are not one of ring, complete, exponential; for another topology give a symmetric matrix"),
         ([[1, 0]], r"shape \(1, 2\); 2 ranks need \(2, 2\)"),
         ([[0.5, 0.6], [0.6, 0.4]], "row 0 of the weights sums to 1.1; every row must sum to 1"),
         ([[1.5, -0.5], [-0.5, 1.5]], r"weights\[0\]\[1\] is -0.5"),
