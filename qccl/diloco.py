@@ -47,9 +47,9 @@ class DiLoCo:
     whose outer steps begin one after the other at equal distances, each every ``period`` local steps. The all-reduce of
     a fragment runs while the rank takes ``delay`` further local steps. Then its outer step changes the common
     parameters as above. The rank keeps the local steps that it took meanwhile (delayed averaging: Zhou et al. 2020,
-    arXiv 2006.00441), or with ``mixing`` follows equation 3 of Streaming DiLoCo::
+    arXiv 2006.00441) in place of equation 3 of Streaming DiLoCo, which loses them or follows more slowly::
 
-        local = common + (local - local at the begin)         or: mixing local + (1 - mixing) common
+        local = common + (local - local at the begin)
 
     Attributes:
         params: the parameters as last given or returned.
@@ -74,7 +74,6 @@ class DiLoCo:
         period: int | None = None,
         fragments: int | Collection[int] = 1,
         delay: int = 0,
-        mixing: float | None = None,
         key: str | None = None,
     ) -> None:
         """Collective: all ranks continue from rank 0's parameters, which are written to ``params``.
@@ -92,11 +91,8 @@ class DiLoCo:
             fragments: how many; an array then belongs to the fragment with the fewest elements so far, so arrays of
                 equal size take turns ("strided" in the paper). Or the number of each array's fragment, from 0 on, in
                 a list like ``common``, or by name if ``params`` is a dict. At most ``period``.
-            delay: local steps between the begin of a fragment's all-reduce and its outer step; less than ``period``.
-            mixing: None keeps the local steps of the delay, for which a fragment under way needs a copy of its local
-                parameters. A number from 0 to below 1 is the share of the local parameters that an outer step keeps:
-                with 0 the local steps during the delay are lost; with more, the ranks follow the common parameters
-                more slowly.
+            delay: local steps between the begin of a fragment's all-reduce and its outer step; less than ``period``. A
+                fragment under way needs a copy of its local parameters.
             key: begins the names of the residuals in the communicator's state; no other object there may have it. None:
                 "diloco" for the first object, "diloco#2" for the second one, and so on. The communicator's saved state
                 then fits a program that makes its objects in the same order; with other orders give keys.
@@ -123,9 +119,6 @@ class DiLoCo:
         self.fragments = parameters.fragments_of(fragments, self._names, [values.count for values in given])
         self._taken = [0] * (max(self.fragments, default=0) + 1)
         self._turns = Turns(len(self._taken), period, delay)
-        self._mixing = as_real(mixing)
-        if mixing is not None and (self._mixing is None or not 0 <= self._mixing < 1):
-            raise ArgumentError(f"mixing must be None or a number from 0 to below 1, not {mixing!r}")
         self._under_way: list[OuterStep] = []  # in the order of their begin
         self._commit = Commit()
         self._owner: Owner
@@ -147,7 +140,7 @@ class DiLoCo:
         """
         params = self.finish(params)
         outer_step = self._begin(range(len(self._taken)), self._local(params), self.local_steps)
-        return self._apply(outer_step, params, 0.0)
+        return self._apply(outer_step, params)
 
     def after_local_step(self, params: Any = None) -> Any:
         """Collective: note that a local step has ended; returns the parameters, which an outer step may have changed.
@@ -170,7 +163,7 @@ class DiLoCo:
         if begins:
             self._under_way.append(self._begin(begins, local, now + self._turns.delay))
         if ends or (begins and self._turns.delay == 0):
-            return self._apply(self._under_way.pop(0), params, self._mixing)
+            return self._apply(self._under_way.pop(0), params)
         return params
 
     def finish(self, params: Any = None) -> Any:
@@ -183,7 +176,7 @@ class DiLoCo:
         params = self.params if params is None else params
         self._local(params)
         while self._under_way:
-            params = self._apply(self._under_way.pop(0), params, self._mixing)
+            params = self._apply(self._under_way.pop(0), params)
         return params
 
     def continue_on(self, comm: Communicator) -> None:
@@ -248,9 +241,9 @@ class DiLoCo:
         """Copies of the common parameters, of the outer momentum and of the averages under way, with all counts.
 
         Waits for the outer steps under way, and applies none. The state is the same on all ranks, so that one may save
-        it for all, except while outer steps are under way that keep local steps (``mixing=None``). The residuals of
-        error feedback are in the communicator's state_dict(), which each rank saves. Raises ArgumentError if an average
-        is not finite, and the failure of an outer step that cannot end.
+        it for all, except while outer steps are under way. The residuals of error feedback are in the communicator's
+        state_dict(), which each rank saves. Raises ArgumentError if an average is not finite, and the failure of an
+        outer step that cannot end.
         """
         self._commit.check()
         for outer_step in self._under_way:
@@ -265,9 +258,8 @@ class DiLoCo:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state_dict(); ``params`` get the common parameters.
 
-        Arrays of an outer step under way that keeps local steps get the local parameters of its begin. Training
-        continues bit for bit if the local parameters are loaded afterwards. Raises ArgumentError for any other state,
-        and then changes nothing.
+        Arrays of an outer step under way get the local parameters of its begin. Training continues bit for bit if the
+        local parameters are loaded afterwards. Raises ArgumentError for any other state, and then changes nothing.
         """
         if not isinstance(state, Mapping) or {*state} - {"weights"} != _STATE:  # that of the last release has weights
             raise ArgumentError(f"a state is the dict that state_dict() returned, with {', '.join(sorted(_STATE))}")
@@ -319,7 +311,7 @@ class DiLoCo:
                 )
             members = self._members([fragment])
             averages = self._loaded_arrays(each["averages"], members, f"{what}: averages")
-            begun = self._loaded_arrays(each["begun"], members if self._mixing is None else [], f"{what}: begun")
+            begun = self._loaded_arrays(each["begun"], members, f"{what}: begun")
             is_own = as_integer(each["rank"]) == self.comm.rank if begun else each["rank"] is None
             if not is_own:
                 raise ArgumentError(f"{what} is that of rank {each['rank']!r}; rank {self.comm.rank} needs its own")
@@ -343,7 +335,7 @@ class DiLoCo:
         outer_step, calls = OuterStep({fragment: {} for fragment in fragments}, due), dict[str, list[Any]]()
         for number in self._members(fragments):
             change = parameters.difference(self.common[number], local[number].array)
-            if self._mixing is None and due > self.local_steps:
+            if due > self.local_steps:
                 outer_step.begun[number] = parameters.mutable_copy(local[number])
             fragment, (dtype, _) = self.fragments[number], self._forms[number]
             outer_step.changes[fragment][number] = change
@@ -360,7 +352,7 @@ class DiLoCo:
             raise
         return outer_step
 
-    def _apply(self, outer_step: OuterStep, params: Any, mixing: float | None) -> Any:
+    def _apply(self, outer_step: OuterStep, params: Any) -> Any:
         """End an outer step: change the common parameters, and return the local ones."""
         outer_step.settle()
         rule: dict[str, Any] = {"outer_lr": self._outer_lr, "momentum": self._momentum, "nesterov": self._nesterov}
@@ -369,7 +361,7 @@ class DiLoCo:
                 for n, average in averages.items():
                     advance(self.common[n], self._velocity[n], average, **rule)
             self._taken = [each + (fragment in outer_step.changes) for fragment, each in enumerate(self._taken)]
-            self.params = self._deliver(params, self._members(outer_step.changes), mixing or 0.0, outer_step.begun)
+            self.params = self._deliver(params, self._members(outer_step.changes), outer_step.begun)
         return self.params
 
     def _local(self, params: Any) -> list[Values]:
@@ -396,9 +388,7 @@ class DiLoCo:
                 raise ArgumentError(f"type and shape of {each.what} are {found}, and DiLoCo was made for {form}")
         return values
 
-    def _deliver(
-        self, params: Any, numbers: Collection[int], mixing: float = 0.0, begun: Mapping[int, Any] | None = None
-    ) -> Any:
+    def _deliver(self, params: Any, numbers: Collection[int], begun: Mapping[int, Any] | None = None) -> Any:
         """Bring the common parameters into arrays of ``params``; returns all, with copies of those that are read-only.
 
         Arrays that have a copy in ``begun`` keep what has changed since.
@@ -410,7 +400,7 @@ class DiLoCo:
                 if begun and number in begun:
                     parameters.move(target, begun[number], self.common[number])
                 else:
-                    parameters.mix(target, self.common[number], mixing)
+                    target[...] = self.common[number]
                 if values.view.readonly:
                     delivered[number] = target
         return parameters.restored(delivered, params)
@@ -418,6 +408,5 @@ class DiLoCo:
     def _identity(self) -> bytes:
         """The settings that must be the same on all ranks."""
         rule = self._outer_lr, self._momentum, self._nesterov, self._owner.name, self._algorithm
-        schedule = self._turns.period, self._turns.delay, self._mixing
-        arrays = self._names, self._forms, self.fragments
-        return hashlib.sha256(f"{codecs.identity(self._codec)} {rule} {schedule} {arrays}".encode()).digest()
+        schedule = self._turns.period, self._turns.delay, self._names, self._forms, self.fragments
+        return hashlib.sha256(f"{codecs.identity(self._codec)} {rule} {schedule}".encode()).digest()

@@ -18,7 +18,6 @@ __all__ = [
         "difference",
         "form_of",
         "fragments_of",
-        "mix",
         "move",
         "mutable_copy",
     ),
@@ -104,15 +103,6 @@ def times(array: Any, factor: float) -> Any:
     product = copy_of(array)
     product *= factor
     return product
-
-
-def mix(local: Any, common: Any, share: float) -> None:
-    """Set ``local`` to ``share`` of itself and the rest of ``common``."""
-    if share == 0:  # also where ``local`` is not finite
-        local[...] = common
-        return
-    local *= share
-    local += times(common, 1 - share)
 
 
 def move(local: Any, begun: Any, common: Any) -> None:

@@ -30,6 +30,7 @@ KEYWORDS: dict[str, str] = {
     "qccl.torch.compress(budget)": "name a codec, or give 'auto:CODEC', the faster one of none and CODEC",
     "qccl.torch.compress(step_bytes)": "give low_rank=, and see the bytes of a step in the handle's table()",
     "qccl.hierarchical_allreduce(exact)": "leave it out: results are the host's bits (exact=True)",
+    "qccl.DiLoCo(mixing)": "leave it out: ranks keep the local steps of the delay, with which losses were lower",
     "qccl.DiLoCo(weighted)": "scale each rank's change before step(), as docs/reference/diloco.md does for sites of "
     "different speed",
     "qccl.DiLoCo(tile)": "give step() arrays in the order of tiles, as docs/examples/sparseloco.py does. Residuals "

@@ -44,12 +44,10 @@ def train(params: Sequence[Any], rank: int, step: int) -> None:
         array += local_change(rank, step, number).astype(array.dtype)
 
 
-def reference(
-    steps: int, fragments: Sequence[int], period: int, delay: int, mixing: float | None
-) -> tuple[list[list[Any]], list[Any]]:
+def reference(steps: int, fragments: Sequence[int], period: int, delay: int) -> tuple[list[list[Any]], list[Any]]:
     """Algorithm 2 of arXiv 2501.18512 in double precision: each rank's parameters, and the common ones.
 
-    Without ``mixing`` the local steps of the delay are added to the common parameters, as in arXiv 2006.00441.
+    The local steps of the delay are added to the common parameters, as in arXiv 2006.00441.
     """
     local = [[np.ones(shape) for shape in SHAPES] for _ in range(RANKS)]
     common, velocity = ([np.full(shape, value) for shape in SHAPES] for value in (1.0, 0.0))
@@ -69,32 +67,27 @@ def reference(
                 velocity[i] = 0.9 * velocity[i] + d
                 common[i] = common[i] - 0.7 * (d + 0.9 * velocity[i])
                 for rank in range(RANKS):
-                    if mixing is None:
-                        local[rank][i] = common[i] + local[rank][i] - begun[i][rank]
-                    else:
-                        local[rank][i] = mixing * local[rank][i] + (1 - mixing) * common[i]
+                    local[rank][i] = common[i] + local[rank][i] - begun[i][rank]
     return local, common
 
 
 @pytest.mark.parametrize(
-    ("fragments", "found", "period", "delay", "mixing"),
+    ("fragments", "found", "period", "delay"),
     [
-        (1, [0, 0, 0, 0], 3, 0, 0.0),
-        (1, [0, 0, 0, 0], 4, 3, 0.25),
-        (2, [0, 1, 1, 0], 4, 1, 0.5),
-        ([2, 1, 0, 2], [2, 1, 0, 2], 3, 2, 0.0),
-        (4, [0, 1, 2, 3], 5, 2, 0.5),
-        (1, [0, 0, 0, 0], 4, 3, None),
-        ([2, 1, 0, 2], [2, 1, 0, 2], 3, 2, None),
-        (2, [0, 1, 1, 0], 4, 0, None),
+        (1, [0, 0, 0, 0], 3, 0),
+        (1, [0, 0, 0, 0], 4, 3),
+        (2, [0, 1, 1, 0], 4, 1),
+        ([2, 1, 0, 2], [2, 1, 0, 2], 3, 2),
+        (4, [0, 1, 2, 3], 5, 2),
+        (2, [0, 1, 1, 0], 4, 0),
     ],
 )
 def test_fragments_take_their_outer_steps_as_the_papers_say(
-    fragments: Any, found: list[int], period: int, delay: int, mixing: float | None
+    fragments: Any, found: list[int], period: int, delay: int
 ) -> None:
     def run(comm: qccl.Communicator) -> tuple[list[np.ndarray], list[np.ndarray]]:
         params = begin(comm.rank + 1)
-        how: dict[str, Any] = {"fragments": fragments, "period": period, "delay": delay, "mixing": mixing}
+        how: dict[str, Any] = {"fragments": fragments, "period": period, "delay": delay}
         outer = qccl.DiLoCo(comm, params, codec="none", **how)
         assert outer.fragments == found
         for step in range(1, 18):
@@ -105,7 +98,7 @@ def test_fragments_take_their_outer_steps_as_the_papers_say(
         outer.finish()
         return state
 
-    local, common = reference(17, found, period, delay, mixing)
+    local, common = reference(17, found, period, delay)
     for rank, (mine, shared) in enumerate(qccl.run_ranks(RANKS, run)):
         for i in range(len(SHAPES)):
             np.testing.assert_allclose(mine[i], local[rank][i], atol=5e-6)
@@ -314,7 +307,6 @@ def test_refused(comm: qccl.Communicator) -> None:
         ({"fragments": [0, 1], "period": 9}, "fragments must be how many"),
         ({"delay": 1}, "delay must be a number of local steps, 0 or more, and only with period=, not 1"),
         ({"delay": 4, "period": 4}, "delay must be .* less than period=4, not 4"),
-        ({"mixing": 1}, "mixing must be None or a number from 0 to below 1, not 1"),
         ({"algorithm": "ring"}, "algorithm"),
     ):
         with pytest.raises(qccl.ArgumentError, match=message):
