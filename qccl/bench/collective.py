@@ -12,7 +12,7 @@ import click
 import qccl
 from qccl.bench.calls import check_calls
 from qccl.bench.lab import obstacle
-from qccl.bench.launched import LaunchedCommand, check_other_ranks
+from qccl.bench.launched import LaunchedCommand
 from qccl.bench.network import NETWORK_FLAGS, network_of
 from qccl.bench.options import DTYPES, KINDS, OPS, Options, columns_help
 from qccl.bench.params import (
@@ -209,5 +209,4 @@ def _join(launcher: Launcher, ranks: int | None, options: Options) -> int:
     if ranks not in (None, launcher.size):
         raise click.UsageError(f"--ranks {ranks}, but {launcher.name} has started {launcher.size}; leave --ranks out")
     _check_calls(options, launcher.size)
-    check_other_ranks(launcher)
     return run_rank(options)

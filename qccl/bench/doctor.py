@@ -14,7 +14,7 @@ import click
 import numpy as np
 
 import qccl
-from qccl.bench.launched import LaunchedCommand, check_other_ranks
+from qccl.bench.launched import LaunchedCommand
 from qccl.bench.network import parse_delay
 from qccl.bench.params import (
     PositiveNumber,
@@ -168,8 +168,6 @@ def doctor(
     if measure and ranks not in (None, launcher and launcher.size):
         raise click.UsageError(f"--ranks {ranks}, but the launcher has started others; leave --ranks out")
     of_launcher, rank = (launcher.local_size, launcher.rank) if launcher else (0, 0)
-    if launcher is not None:
-        check_other_ranks(launcher)
     share = processors or len(os.sched_getaffinity(0)) / max(1, of_launcher)
     network = Network(parse_link(link).rate, delay or 0.0, ranks or 2, rank) if link else _measured_network(share)
     if network.rank == 0 and step is not None:
