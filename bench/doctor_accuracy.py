@@ -25,10 +25,10 @@ import click
 from runs import begun, measured_on, report, rewrite_table, run_ranks, start_script, store, table, todays
 
 from qccl.bench.lab import Lab
+from qccl.bench.namespaces import congestion_control
 from qccl.bench.params import codec_of, parse_link
 from qccl.bench.speed import Speed, measure_speed
 from qccl.bench.steps import FP16, FP32, Step, cost_of
-from qccl.bench.tcp import congestion_control
 from qccl.bench.training import Computation, estimated
 
 MODELS = "byte_model,word_gpt,conv_net"

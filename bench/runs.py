@@ -21,8 +21,8 @@ import qccl
 from qccl.bench import start
 from qccl.bench.lab import Lab
 from qccl.bench.mpiexec import find_mpiexec
+from qccl.bench.namespaces import congestion_control
 from qccl.bench.params import parse_link
-from qccl.bench.tcp import congestion_control
 from qccl.codecs.operations import instruction_set
 
 __all__ = [

@@ -29,10 +29,9 @@ NOBODY = 65534
 OPENERS = {
     "files.py": "what this test demands",
     "bench/lab.py": "/proc, /sys and /etc/netns",
-    "bench/namespaces.py": "network namespaces",
+    "bench/namespaces.py": "network namespaces, and /proc",
     "bench/processes.py": "a named pipe in a folder of its own, and /proc",
     "bench/run.py": "named pipes in a folder of its own",
-    "bench/tcp.py": "/proc",
     "cuda/cache.py": "the cache's folder",
     "cuda/source.py": "the package's own headers",
     "transports/secret.py": "a new token, which replaces nothing",

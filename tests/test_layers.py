@@ -92,7 +92,7 @@ torch: _host arguments codecs collectives communicator connect costs cuda dtypes
 qccl: codecs communicator cuda decentralized diloco errors launch plan pointers ranks removed saved
     work
 bench: qccl _host analysis chunks codecs collectives communicator costs cuda deadline dtypes errors files launch
-    launchers machine_name meetings metrics plan records removed scalars schedule statistics trace transports
+    launchers machine_name metrics plan records removed scalars schedule statistics trace transports
 """)
 
 #: other packages that files (or all files of a folder) may import
@@ -100,7 +100,6 @@ PACKAGES = table("""
 bench: click numpy
 bench/launched.py: mpi4py
 bench/plain.py: mpi4py torch
-bench/training.py: torch
 bench/sweep.py: mpi4py
 codecs: numpy
 costs/group.py: msgspec

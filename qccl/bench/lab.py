@@ -23,11 +23,9 @@ from pathlib import Path
 from types import TracebackType
 
 from qccl.bench.leftovers import FILES, claim, prefix, remove, remove_stale
-from qccl.bench.namespaces import switch_offloads_off
+from qccl.bench.namespaces import LabError, set_congestion_control, switch_offloads_off
+from qccl.bench.namespaces import run as _run
 from qccl.bench.params import Link
-from qccl.bench.tcp import set_congestion_control
-from qccl.bench.tools import LabError
-from qccl.bench.tools import run as _run
 
 __all__ = ["INTERFACE", "Lab", "LabError", "obstacle", "remove_stale", "shaped_nbytes"]
 

@@ -1,4 +1,7 @@
-"""Network namespaces from inside this process: a thread enters one, and the sockets that it opens stay there."""
+"""What builds the lab: the tools ``ip`` and ``tc``, and network namespaces from inside this process.
+
+A thread enters a namespace, and the sockets that it opens stay there.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,16 @@ import fcntl
 import os
 import socket
 import struct
+import subprocess
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["NAMESPACES", "inside", "switch_offloads_off"]
+from qccl.errors import QcclError
+
+__all__ = ["NAMESPACES", "LabError", "congestion_control", "inside", "run", "set_congestion_control"]
+__all__ += ["switch_offloads_off"]
 
 NAMESPACES = Path("/run/netns")
 _CLONE_NEWNET = 0x40000000
@@ -20,7 +27,15 @@ _SIOCETHTOOL = 0x8946
 #: ETHTOOL_S: checksums of sent packets, segmentation by the device and by the kernel, joining of received packets
 _OFFLOADS = {"tx": 0x17, "tso": 0x1F, "gso": 0x24, "gro": 0x2C}
 
+#: TCP's congestion control: the algorithm by which it decides how fast to send. Each namespace has its own
+_CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+_AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+
 _Result = TypeVar("_Result")
+
+
+class LabError(QcclError):
+    """The lab's network could not be built, is not what was asked for, or traffic bypassed it."""
 
 
 def inside(namespace: str, call: Callable[[], _Result]) -> _Result:
@@ -55,3 +70,36 @@ def switch_offloads_off(namespace: str, interfaces: Iterable[str]) -> None:
                     fcntl.ioctl(any_socket, _SIOCETHTOOL, request)
 
     inside(namespace, switch)
+
+
+def run(*command: str, check: bool = True) -> str:
+    """Run a tool and return its output. Raises LabError if it fails and ``check`` is set."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        if not check:
+            return ""
+        raise LabError(f"{' '.join(command)}: {error}") from error
+    if check and done.returncode != 0:
+        raise LabError(f"{' '.join(command)} failed: {done.stderr.strip()}; the kernel may lack veth, bridge or tbf")
+    return done.stdout
+
+
+def congestion_control() -> str:
+    """The algorithm in this process's namespace; a new one has the machine's."""
+    try:
+        return _CONGESTION.read_text(encoding="ascii").strip()
+    except OSError:
+        return "unknown"
+
+
+def set_congestion_control(namespace: str, name: str) -> None:
+    """Let new connections in a namespace use ``name``. Raises LabError if the kernel does not have it."""
+    try:
+        inside(namespace, lambda: _CONGESTION.write_text(name, encoding="ascii"))
+    except OSError as error:
+        available = _AVAILABLE.read_text(encoding="ascii").split() if _AVAILABLE.exists() else []
+        raise LabError(
+            f"--tcp {name}: this kernel has no such congestion control, or does not permit it ({error.strerror}); it "
+            f"has {', '.join(available) or 'none'}, and modprobe tcp_{name} may load it"
+        ) from error

@@ -11,9 +11,9 @@ from typing import Any
 import qccl
 from qccl.bench import table
 from qccl.bench.measure import Row, Side
+from qccl.bench.namespaces import congestion_control
 from qccl.bench.options import NCCL_NAMES, Options
 from qccl.bench.params import Link
-from qccl.bench.tcp import congestion_control
 from qccl.machine_name import machine_name
 
 __all__ = ["Device", "Report"]
@@ -60,16 +60,6 @@ class Report:
         self._start, self._load = _now(), os.getloadavg()
         self._on_gpus = any(device.device >= 0 for device in devices)
         self._rows: list[tuple[Row, Row | None]] = []
-
-    @property
-    def rows(self) -> list[Row]:
-        """The rows of the codecs."""
-        return [row for row, _ in self._rows]
-
-    @property
-    def plain_rows(self) -> list[Row]:
-        """The rows of the plain all-reduce, each once."""
-        return list(dict.fromkeys(plain for _, plain in self._rows if plain is not None))
 
     def add(self, row: Row, plain: Row | None) -> None:
         """Add a codec's row, with the row of the plain all-reduce of the same case."""

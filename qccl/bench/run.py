@@ -16,11 +16,11 @@ import click
 
 from qccl.bench.lab import Lab, obstacle
 from qccl.bench.mpiexec import find_mpiexec
+from qccl.bench.namespaces import congestion_control
 from qccl.bench.network import NetworkOptions, network_flags, network_of
 from qccl.bench.params import AT_LEAST_1, option, output_file, write_json
 from qccl.bench.processes import exit_status, run_processes
 from qccl.bench.start import Way, commands, environment, share_of_processors
-from qccl.bench.tcp import congestion_control
 from qccl.launchers import detect, unset
 
 __all__ = ["run"]

@@ -18,12 +18,12 @@ from qccl.bench.calls import Case, PlainCall, QuantizedCall, Wiring, cases, para
 from qccl.bench.data import gaussian
 from qccl.bench.lab import shaped_nbytes
 from qccl.bench.measure import Counts, measure
+from qccl.bench.namespaces import congestion_control
 from qccl.bench.options import KINDS, Options
 from qccl.bench.params import codec_of, format_size, write_json
 from qccl.bench.plain import baseline
 from qccl.bench.progress import Progress
 from qccl.bench.report import Device, Report
-from qccl.bench.tcp import congestion_control
 from qccl.codecs import Codec, NoCodec
 from qccl.cuda.libraries import nccl_version
 from qccl.trace import TraceEvent, write_trace

@@ -13,7 +13,7 @@ import congestion_rank
 import pytest
 
 from qccl.bench import lab
-from qccl.bench.tcp import congestion_control
+from qccl.bench.namespaces import congestion_control
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "congestion.py"
 

@@ -21,10 +21,9 @@ from bench_runs import ROOT, bench, traces
 
 from qccl.bench import lab, start
 from qccl.bench.lab import LabError
-from qccl.bench.namespaces import inside
+from qccl.bench.namespaces import congestion_control, inside
 from qccl.bench.network import NetworkOptions
 from qccl.bench.params import parse_loss
-from qccl.bench.tcp import congestion_control
 
 LAB = [
     pytest.mark.lab,
