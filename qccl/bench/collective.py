@@ -28,7 +28,6 @@ from qccl.bench.params import (
     parse_size,
 )
 from qccl.bench.processes import exit_status
-from qccl.bench.progress import Screen
 from qccl.bench.start import choose_way, run_ranks
 from qccl.collectives.hierarchical import LAYOUTS
 from qccl.launchers import Launcher, detect
@@ -188,10 +187,7 @@ def _start(ranks: int, options: Options) -> int:
     with lab or contextlib.nullcontext():
         command = [sys.executable, "-P", "-m", "qccl.bench.worker", o.to_json()]
         command += [str(ranks)] if way.transport == "loopback" else []
-        try:
-            return run_ranks(ranks, command, way=way, lab=lab, smallest=o.minbytes)
-        finally:
-            Screen().clear()  # a rank that is stopped leaves its progress bar
+        return run_ranks(ranks, command, way=way, lab=lab, smallest=o.minbytes)
 
 
 def _join(launcher: Launcher, ranks: int | None, options: Options) -> int:

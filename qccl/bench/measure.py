@@ -121,23 +121,20 @@ def measure(
     counts: Counts,
     *,
     meter: Callable[[], int] | None,
-    before_turn: Callable[[str], None],
     arrays: Arrays | None = None,
 ) -> list[Row]:
     """Collective: measure calls of one collective and size, out of place and in place; a row for each.
 
     Within a mode the calls take turns, so that a disturbance of the machine affects all of them alike.
-    ``meter`` reads this rank's link counter, if there is a link. ``before_turn`` gets the name of the call whose turn
-    begins. ``arrays`` defaults to the arrays of the communicator's backend.
+    ``meter`` reads this rank's link counter, if there is a link. ``arrays`` defaults to those of the communicator's
+    backend.
     """
-    bench = _Bench(comm, counts, arrays_of(comm) if arrays is None else arrays, meter, before_turn)
+    bench = _Bench(comm, counts, arrays_of(comm) if arrays is None else arrays, meter)
     given, taken = calls[0].counts(comm)
     dtype = calls[0].case.dtype
     x, y = Guarded(bench.arrays, given, dtype), Guarded(bench.arrays, taken, dtype)
-    modes = [("out of place", y), ("in place", x)]
-    if not KINDS[calls[0].case.kind].is_allreduce:
-        modes.pop()
-    sides = [bench.measure_mode(calls, x, out, mode) for mode, out in modes]
+    outs = (y, x) if KINDS[calls[0].case.kind].is_allreduce else (y,)
+    sides = [bench.measure_mode(calls, x, out) for out in outs]
     return [
         Row(call.case, call.name, call.algorithm, max(call.sent), found[0], found[1] if len(found) > 1 else None)
         for call, found in zip(calls, zip(*sides, strict=True), strict=True)
@@ -152,9 +149,8 @@ class _Bench:
     counts: Counts
     arrays: Arrays
     meter: Callable[[], int] | None
-    before_turn: Callable[[str], None]
 
-    def measure_mode(self, calls: Calls, x: Guarded, out: Guarded, mode: str) -> list[Side]:
+    def measure_mode(self, calls: Calls, x: Guarded, out: Guarded) -> list[Side]:
         """Check all calls from ``x`` to ``out``, and then time them in turn."""
         checked, timed = [], []
         for call in calls:
@@ -163,8 +159,7 @@ class _Bench:
             most = _calls_until_overflow(call.case, self.comm.size, call.growth) if out is x else 1 << 62
             timed.append(_Timed(run, sum(call.sent), most))
         for n in _cut(self.counts):
-            for call, mine in zip(calls, timed, strict=True):
-                self.before_turn(f"{call.name} {mode}")
+            for mine in timed:
                 self._take_turn(mine, x, n)
         return [self._side(mine, wrong, error) for mine, (wrong, error) in zip(timed, checked, strict=True)]
 

@@ -20,9 +20,8 @@ from qccl.bench.lab import shaped_nbytes
 from qccl.bench.measure import Counts, measure
 from qccl.bench.namespaces import congestion_control
 from qccl.bench.options import KINDS, Options
-from qccl.bench.params import codec_of, format_size, write_json
+from qccl.bench.params import codec_of, write_json
 from qccl.bench.plain import baseline
-from qccl.bench.progress import Progress
 from qccl.bench.report import Device, Report
 from qccl.codecs import Codec, NoCodec
 from qccl.cuda.libraries import nccl_version
@@ -45,15 +44,12 @@ _TIMED = {
 class Sweep:
     """One run: ``run()`` measures all cases on all ranks, and returns whether all results were right.
 
-    On rank 0 ``emit`` gets the lines of the table, and ``progress`` the steps.
+    On rank 0 ``emit`` gets the lines of the table.
     """
 
-    def __init__(
-        self, comm: Communicator, options: Options, emit: Callable[[str], None], progress: Progress | None = None
-    ) -> None:
+    def __init__(self, comm: Communicator, options: Options, emit: Callable[[str], None]) -> None:
         self._comm, self._options = comm, options
         self._emit = emit if comm.rank == 0 else _silent
-        self._progress = progress if comm.rank == 0 else None
         self._network = options.network
         self._link = self._network.rate
         self._kind = KINDS[options.collective]
@@ -65,7 +61,6 @@ class Sweep:
         self._counts = Counts(options.iters, options.warmup_iters, options.check, options.average)
         self._plain = baseline(comm, options.plain) if self._kind.is_allreduce else str(comm.transport.name)
         self._arrays = arrays_of(comm, options.cudagraph)
-        self._done = 0
         self._has_plain_call = self._kind.is_allreduce and self._plain not in options.codecs
         over, plain = _library(str(comm.transport.name)), _library(self._plain)
         self._report = Report(options, _devices(comm, self._arrays), over, plain, self._link)
@@ -102,7 +97,6 @@ class Sweep:
             calls if plain_call is None else [plain_call, *calls],
             self._counts,
             meter=self._meter if self._link else None,
-            before_turn=lambda turn: self._step(f"{format_size(case.nbytes)} {turn}"),
             arrays=self._arrays,
         )
         plain = next((row for row in rows if row.codec == self._plain), None)
@@ -125,14 +119,7 @@ class Sweep:
         if self._plain == "none":
             return self._call(case, NoCodec())
         call = PlainCall(self._comm, case, self._wiring, self._plain)
-        if call.is_supported(self._arrays):
-            return call
-        self._done += self._turns()  # the turns that are left out
-        return None
-
-    def _turns(self) -> int:
-        """The number of turns of one call at one size, in all modes."""
-        return self._counts.rounds * (2 if self._kind.is_allreduce else 1)
+        return call if call.is_supported(self._arrays) else None
 
     def _meter(self) -> int:
         """The bytes that passed this rank's link; 0 on all but the first rank behind the link."""
@@ -140,13 +127,6 @@ class Sweep:
         if first != self._comm.rank:
             return 0
         return shaped_nbytes()
-
-    def _step(self, label: str) -> None:
-        if self._progress is not None and self._options.run_cycles:
-            calls = len(self._codecs) + self._has_plain_call
-            total = self._turns() * calls * len(self._cases) * self._options.run_cycles
-            self._progress(self._done, total, label)
-        self._done += 1
 
     def _head(self) -> Iterator[str]:
         o, report = self._options, self._report

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import qccl
 from qccl.bench.launched import let_rank_0_speak
 from qccl.bench.options import Options
 from qccl.bench.plain import load_mpi
-from qccl.bench.progress import Screen
 from qccl.bench.sweep import Sweep
 from qccl.launchers import detect
 
@@ -23,38 +23,38 @@ def run_rank(options: Options) -> int:
 
     Rank 0 alone reports the loss of another rank, unless that rank has reported its own error.
     """
-    launcher, screen = detect(), Screen()
+    launcher = detect()
     rank = launcher.rank if launcher else 0
     if options.plain == "mpi":
         load_mpi()  # before UCX, which is then MPI's own: a second one cannot be loaded beside it
     try:
         with qccl.init(options.backend, options.timeout, transport=options.transport or "auto") as comm:
-            return 0 if Sweep(comm, options, screen.line, screen.progress).run() else 1
+            return 0 if Sweep(comm, options, _show).run() else 1
     except (qccl.ArgumentError, qccl.CodecError) as error:
         let_rank_0_speak(launcher)
         _report(rank, error)
     except qccl.QcclError as error:
         if not isinstance(error, qccl.PeerLost) or (rank == 0 and " gave up: " not in str(error)):
             _report(rank, error)
-    finally:
-        screen.clear()
     return 1
 
 
 def _run_threads(ranks: int, options: Options) -> int:
     """Measure as ``ranks`` threads of this process; returns the exit status."""
-    screen = Screen()
-
-    def run(comm: qccl.Communicator) -> bool:
-        return Sweep(comm, options, screen.line, screen.progress).run()
-
     try:
-        return 0 if qccl.run_ranks(ranks, run, timeout=options.timeout)[0] else 1
+        found = qccl.run_ranks(ranks, lambda comm: Sweep(comm, options, _show).run(), timeout=options.timeout)
+        return 0 if found[0] else 1
     except qccl.QcclError as error:
         _report(0, error)
         return 1
-    finally:
-        screen.clear()
+
+
+def _show(line: str) -> None:
+    """Print a line of the table; ends this process if nobody reads them."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        os._exit(1)
 
 
 def _report(rank: int, error: Exception) -> None:

@@ -36,5 +36,5 @@ def measure_one(
     counts: Counts = _ONCE,
     meter: Callable[[], int] | None = None,
 ) -> Row:
-    (row,) = measure(comm, [call], counts, meter=meter, before_turn=lambda turn: None)
+    (row,) = measure(comm, [call], counts, meter=meter)
     return row

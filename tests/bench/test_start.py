@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -15,7 +14,7 @@ import patience
 import pytest
 from bench_runs import COMMAND, ROOT, USERS, bench, codecs_of, started, workers
 
-from qccl.bench import mpiexec, progress, start
+from qccl.bench import mpiexec, start
 from qccl.errors import EngineError
 from qccl.transports import choice
 
@@ -178,42 +177,7 @@ def test_no_rank_outlives_the_command(transport: str, number: int) -> None:
 def test_a_rank_says_nothing_when_nobody_reads_its_lines() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    program = "from qccl.bench.progress import Screen; Screen().line('a line')"
+    program = "from qccl.bench.worker import _show; _show('a line')"
     done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, b"")
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_the_bar_is_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stream in (Terminal(), io.StringIO()):
-        monkeypatch.setattr(sys, "stderr", stream)
-        screen = progress.Screen()
-        screen.progress(3, 12, "64K minmax8 in place")
-        screen.clear()
-        text = stream.getvalue()
-        if stream.isatty():
-            assert "3/12  64K minmax8 in place" in text and text.endswith("\r\x1b[K")
-        else:
-            assert text == ""
-
-
-@pytest.mark.parametrize(
-    ("columns", "bar", "end"),
-    [
-        (60, "[#######.......]", "  about 0 s left"),
-        (24, "[]", "minmax8 in"),
-        (200, f"[{'#' * 15}{'.' * 15}]", "  about 0 s left"),
-    ],
-)
-def test_the_bar_leaves_room_for_the_words(monkeypatch: pytest.MonkeyPatch, columns: int, bar: str, end: str) -> None:
-    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda *_args, **_kwargs: os.terminal_size((columns, 24)))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: 0.0)
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    progress.Screen().progress(6, 12, "64K minmax8 in place")
-    line = sys.stderr.getvalue().removeprefix("\r\x1b[K")
-    assert line.startswith(f"{bar} 6/12  64K") and line.endswith(end) and len(line) < columns

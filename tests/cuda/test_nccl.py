@@ -387,9 +387,7 @@ def test_the_benchmark_on_a_gpu(cupy):
             found = []
             for call in (PlainCall(comm, case), QuantizedCall(comm, case, qccl.codecs.get("minmax8"), "auto", None)):
                 assert call.name == "minmax8" or call.is_supported(arrays_of(comm))
-                (row,) = measure(
-                    comm, [call], counts, meter=None, before_turn=lambda turn: None, arrays=arrays_of(comm)
-                )
+                (row,) = measure(comm, [call], counts, meter=None, arrays=arrays_of(comm))
                 found += [row.out_of_place.wrong, row.in_place.wrong, row.out_of_place.seconds]
             info, number, bus = arrays_of(comm).device()
             return found, info, number, bus
