@@ -180,12 +180,6 @@ def feedback_of(codec: Codec) -> tuple[float, DType]:
     return 1.0, FLOAT32
 
 
-def state_nbytes(codec: Codec) -> int:
-    """The bytes of a codec's state for each element."""
-    itemsize = {"residual": feedback_of(codec)[1].itemsize, "momentum": FLOAT32.itemsize}
-    return sum(itemsize[name] for name in codec.state_names)
-
-
 def momentum_of(codec: Codec) -> float:
     """The ``mu`` of a codec; 0 without momentum."""
     while isinstance(codec, Decorator):
