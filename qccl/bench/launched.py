@@ -61,7 +61,8 @@ def _abort_of_mpi(launcher: Launcher) -> Any:
         if uses_mpi(launcher, wanted_transport()):
             from mpi4py import MPI
 
-            return MPI.COMM_WORLD.Abort
+            if MPI.COMM_WORLD.size == launcher.size:  # otherwise nobody waits for this rank
+                return MPI.COMM_WORLD.Abort
     return lambda status: None
 
 
