@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qccl import codecs
     from qccl.communicator import Communicator
-    from qccl.cuda.nccl_id import get_unique_id
+    from qccl.cuda.nccl import get_unique_id
     from qccl.decentralized import LowPrecisionDecentralized
     from qccl.diloco import DiLoCo
     from qccl.launch import init, join
@@ -70,7 +70,7 @@ _HOME = {
     "LowPrecisionDecentralized": "qccl.decentralized",
     "Plan": "qccl.plan",
     "Work": "qccl.work",
-    "get_unique_id": "qccl.cuda.nccl_id",
+    "get_unique_id": "qccl.cuda.nccl",
     "hierarchical_allreduce": "qccl.pointers",
     "peer_exchange": "qccl.pointers",
     "init": "qccl.launch",

@@ -290,7 +290,7 @@ def _on_gpus(
     Each says what keeps it from a GPU, so that all do the same.
     """
     from qccl.communicator import Communicator
-    from qccl.cuda.nccl_id import agreed_id
+    from qccl.cuda.nccl import agreed_id
 
     if any(offer.no_gpu for offer in offers):
         return None

@@ -13,6 +13,7 @@ from qccl.cuda.flags import RunFlags
 from qccl.cuda.garbage import Garbage
 from qccl.cuda.libraries import (
     COMPUTE_PRIORITY,
+    DEVICE_TO_HOST,
     HOST_TO_DEVICE,
     NOT_READY,
     TRANSFER_PRIORITY,
@@ -24,7 +25,7 @@ from qccl.cuda.libraries import (
 )
 from qccl.schedule import Queue
 
-__all__ = ["Device"]
+__all__ = ["Device", "DeviceState"]
 
 _EVENTS = 32
 _NOTHING = contextlib.nullcontext()
@@ -35,7 +36,8 @@ class Device:
 
     Attributes:
         number: of the GPU.
-        queues: the stream of each queue; home, the compute stream, is the one on which every run begins and ends.
+        home: the compute stream, on which every run begins and ends.
+        queues: the stream of each queue.
         capture_queues: the streams of calls that become part of a CUDA graph.
         flags: how far the runs are.
         garbage: frees what runs have kept.
@@ -54,18 +56,14 @@ class Device:
         self._staged: list[Any] = []
         self.garbage = Garbage(number)
         self.garbage.drop_with(self, [self._home, *self._capture], self._staged, self._events)
-        self.queues: dict[Queue, int] = {Queue.COMPUTE: self._home.ptr, Queue.COMM: comm_stream}
+        self.home = int(self._home.ptr)
+        self.queues: dict[Queue, int] = {Queue.COMPUTE: self.home, Queue.COMM: comm_stream}
         self.capture_queues: Mapping[Queue, int] = {
             Queue.COMPUTE: self._capture[0].ptr,
             Queue.COMM: self._capture[1].ptr,
         }
         self._lock = threading.Lock()  # guards the list of events
         self._threads = threading.local()
-
-    @property
-    def home(self) -> int:
-        """The stream on which every run begins and ends."""
-        return int(self._home.ptr)
 
     def add_staged_queues(self) -> None:
         """Make the two streams of transfers through host memory."""
@@ -130,3 +128,27 @@ class Device:
 
 def _stream(priority: int) -> Any:
     return cuda_libraries().cupy.cuda.Stream(non_blocking=True, priority=priority)
+
+
+class DeviceState:
+    """Memory on the device that keeps its contents from run to run (interface: Persistent)."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._device = device
+        self._memory = device.allocate(max(nbytes, 1), "a codec's state")
+        self._written: list[Any] = []
+        self.address: int = self._memory.ptr
+        cuda_libraries().runtime.memsetAsync(self.address, 0, nbytes, device.home)
+
+    def write(self, data: bytes) -> None:
+        """Put ``data`` at the start, before all later runs."""
+        with on_device(self._device.number):
+            self._written = self._device.write({self.address: data})
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """A copy of ``nbytes`` from ``start``."""
+        runtime, copy, home = cuda_libraries().runtime, ctypes.create_string_buffer(nbytes), self._device.home
+        with on_device(self._device.number):
+            runtime.memcpyAsync(ctypes.addressof(copy), self.address + start, nbytes, DEVICE_TO_HOST, home)
+            runtime.streamSynchronize(home)
+        return copy.raw

@@ -30,14 +30,13 @@ from collections.abc import Sequence
 from qccl.chunks import GPU
 from qccl.cuda import source as cuda_source
 from qccl.cuda.consistency import Consistency
-from qccl.cuda.device import Device
+from qccl.cuda.device import Device, DeviceState
 from qccl.cuda.libraries import as_qccl_error, cuda_libraries, on_device, translated, wait_for
 from qccl.cuda.program import CudaProgram
 from qccl.cuda.proxy import HostProxy
 from qccl.cuda.rig import CudaRig
 from qccl.cuda.run import CudaRun, PendingRuns
 from qccl.cuda.staging import check_stream_flags
-from qccl.cuda.state import DeviceState
 from qccl.cuda.watchdog import Watchdog
 from qccl.cuda.workspace import Workspace
 from qccl.deadline import Deadline
@@ -311,9 +310,7 @@ class CudaEngine:
         """
         self._releases = True
         self.close(_EXIT_SECONDS)
-        if self._watchdog.started:
-            self._watchdog.join(_EXIT_SECONDS)
-        elif not self._captured:
+        if not self._watchdog.join(_EXIT_SECONDS) and not self._captured:
             self.transport.close()
 
     def _check_usable(self) -> None:
@@ -325,7 +322,7 @@ class CudaEngine:
     # -- used by the watchdog ----------------------------------------------------------------------------------------
 
     def watch(self) -> bool:
-        """Check for ended runs, failures and deadlines; see Watched."""
+        """Check for ended runs, failures and deadlines; False if there is nothing to watch any more."""
         try:
             self._pending.sweep(apart=True)
             self.transport.check()
@@ -344,7 +341,7 @@ class CudaEngine:
         return bool(self._pending)
 
     def on_watchdog_end(self) -> None:
-        """Release the transport at the end of the process; see Watched."""
+        """Release the transport at the end of the process, on the watchdog's thread."""
         if self._releases:
             self.transport.close()
 

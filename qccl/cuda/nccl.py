@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from qccl.cuda.garbage import Garbage
@@ -40,15 +40,17 @@ from qccl.cuda.libraries import (
     wait_for,
 )
 from qccl.cuda.links import common_link, describe, halves
-from qccl.cuda.nccl_id import ID_NBYTES, agreed_id, broadcast_note
 from qccl.cuda.nccl_library import UINT8, BareCommunicator, set_up, with_reason
 from qccl.deadline import Deadline
 from qccl.errors import ArgumentError, EngineError, QcclError
 from qccl.transports.base import Call, DeviceTransfer, DeviceTransport, Transport, split_groups
+from qccl.transports.strangers import printable
 from qccl.transports.topology import find_topology, machine
 
-__all__ = ["NcclTransport"]
+__all__ = ["NcclTransport", "agreed_id", "get_unique_id"]
 
+#: bytes of a group's id, and of what a rank says before there is one: the id, or a reason
+_ID_NBYTES, _NOTE_NBYTES = 128, 1024
 #: how long a rank waits for ncclCommAbort, and for ncclCommDestroy
 _ABORT_SECONDS = _DESTROY_SECONDS = 5.0
 _IN_PROGRESS = 7
@@ -103,7 +105,7 @@ class NcclTransport(DeviceTransport):
     ) -> NcclTransport:  # fmt: skip
         """Collective: rank ``rank`` of ``size``; ``device`` None means the current one."""
         gpu = cuda_libraries()
-        if not isinstance(unique_id, bytes) or len(unique_id) != ID_NBYTES:
+        if not isinstance(unique_id, bytes) or len(unique_id) != _ID_NBYTES:
             raise ArgumentError(
                 "unique_id must be the 128 bytes that qccl.get_unique_id() returned on one of the ranks"
             )
@@ -148,7 +150,7 @@ class NcclTransport(DeviceTransport):
             raise ArgumentError(
                 f"rank {rank} of {size} was given, but the communicator says rank {found[0]} of {found[1]}"
             )
-        unique_id = agreed_id(rank, lambda note: [broadcast_note(given, note, device, timeout)])
+        unique_id = agreed_id(rank, lambda note: [_broadcast_note(given, note, device, timeout)])
         return cls.from_unique_id(unique_id, rank, size, device, timeout)
 
     @classmethod
@@ -309,3 +311,59 @@ def _grouped(calls: Sequence[Call]) -> None:
             function(*arguments)
     finally:
         nccl.groupEnd()
+
+
+def get_unique_id() -> bytes:
+    """A new group's id: 128 bytes. One rank makes it and sends it to the others; all give it to Communicator().
+
+    Raises EngineError, with NCCL's reason, for example if it finds no network interface.
+    """
+    try:
+        return bytes(cuda_libraries().nccl.get_unique_id())
+    except Exception as error:
+        ours = as_qccl_error(error)
+        if ours is None:
+            raise
+        raise with_reason(ours) from error
+
+
+def agreed_id(rank: int, gather: Callable[[bytes], Sequence[bytes]], reason: str = "") -> bytes:
+    """Collective: a new group's id, which rank 0 makes. No rank waits for one that cannot take part.
+
+    ``gather`` returns the notes of all ranks, or of rank 0 alone; all notes have one length. ``reason`` says why this
+    rank cannot take part, if so. Then, and if rank 0 can make no id, all raise EngineError.
+    """
+    found, own = b"", None
+    if rank == 0 and not reason:
+        try:
+            found = get_unique_id()
+        except Exception as error:
+            reason, own = str(error) or type(error).__name__, error
+    note = b"-" + reason.encode(errors="backslashreplace") if reason else b"+" + found
+    notes = gather(note[:_NOTE_NBYTES].ljust(_NOTE_NBYTES, b"\0"))
+    if own is not None:
+        raise own
+    for other, each in enumerate(notes):
+        if not each.startswith(b"+"):
+            raise EngineError(f"rank {other}: {printable(each[1:].rstrip(bytes(1)))}")
+    return notes[0][1 : 1 + _ID_NBYTES]
+
+
+def _broadcast_note(comm: Any, note: bytes, device: int, timeout: float) -> bytes:
+    """The note of rank 0, which must have the same length on all ranks."""
+    gpu, nbytes = cuda_libraries(), len(note)
+
+    def broadcast() -> bytes:
+        cuda = gpu.cupy.cuda
+        stream = cuda.Stream(non_blocking=True)
+        with stream:
+            memory = cuda.alloc(nbytes)
+        host = cuda.alloc_pinned_memory(nbytes)
+        ctypes.memmove(host.ptr, note, nbytes)
+        gpu.runtime.memcpyAsync(memory.ptr, host.ptr, nbytes, HOST_TO_DEVICE, stream.ptr)
+        comm.broadcast(memory.ptr, memory.ptr, nbytes, UINT8, 0, stream.ptr)
+        gpu.runtime.memcpyAsync(host.ptr, memory.ptr, nbytes, DEVICE_TO_HOST, stream.ptr)
+        stream.synchronize()
+        return ctypes.string_at(host.ptr, nbytes)
+
+    return set_up(device, timeout, "the broadcast on the given communicator", broadcast)

@@ -10,17 +10,16 @@ from __future__ import annotations
 import ctypes
 import struct
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qccl.cuda import source as cuda_source
-from qccl.cuda.addresses import Addresses
 from qccl.cuda.device import Device
 from qccl.cuda.kernels import kernels
 from qccl.cuda.libraries import cuda_libraries
 from qccl.cuda.proxy import HostProxy
 from qccl.cuda.run import CudaRun
-from qccl.cuda.source import Launch
+from qccl.cuda.source import ADDRESSES, DIRECT_BUFFERS, MEMORY_WORDS, TABLE_WORD, Launch
 from qccl.cuda.staging import Staging
 from qccl.cuda.streams import HOME, StreamTask, stream_tasks
 from qccl.cuda.workspace import Workspace
@@ -73,7 +72,7 @@ class CudaProgram:
         self._tasks = stream_tasks(schedule)
         works = [name for name, buffer in schedule.buffers.items() if buffer.role is Role.WORK]
         self.callers = caller_buffers(schedule)
-        self._addresses = Addresses([*works, *self.callers])
+        self._addresses = _Addresses([*works, *self.callers])
         self._launches = {s: self._launch(task.ops) for s, task in enumerate(self._tasks) if _is_launch(task)}
         self._call, self._run = ctypes.c_uint64(), ctypes.c_uint32()  # arguments of the first and the last kernel
         self._is_replay = ctypes.c_uint32()
@@ -292,7 +291,7 @@ class CudaProgram:
         for name, offset in works.items():
             self._addresses[name] = work + offset
         self._addresses.words[cuda_source.CALL_WORD] = base + counter
-        self._addresses.words[cuda_source.TABLE_WORD] = base + table
+        self._addresses.words[TABLE_WORD] = base + table
         self._addresses.words[cuda_source.FAILED_WORD] = self._device.flags.address
         self._result_sizes = ctypes.c_uint64(base + sizes)
         self._counter = ctypes.c_uint64(base + counter)
@@ -333,6 +332,42 @@ class CudaProgram:
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
         self._kept += [pointers, *arguments]
         return ctypes.addressof(pointers)
+
+
+class _Addresses:
+    """The addresses of named buffers: each launch passes those of the first, and a table on the device has the others.
+
+    Attributes:
+        words: the kernels' Memory argument.
+        numbers: the number of each buffer, by which kernels know it.
+        table_nbytes: size of the table; 0 if none is needed.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.numbers = {name: i for i, name in enumerate(names)}
+        self.words = (ctypes.c_uint64 * MEMORY_WORDS)()
+        self._others = max(len(self.numbers) - DIRECT_BUFFERS, 0)
+        self.table_nbytes = 8 * self._others
+        self._table = (ctypes.c_uint64 * (-(-self._others // ADDRESSES) * ADDRESSES))()
+
+    def __getitem__(self, name: str) -> int:
+        number = self.numbers[name]
+        return int(self.words[number] if number < DIRECT_BUFFERS else self._table[number - DIRECT_BUFFERS])
+
+    def __setitem__(self, name: str, address: int) -> None:
+        number = self.numbers[name]
+        if number < DIRECT_BUFFERS:
+            self.words[number] = address
+        else:
+            self._table[number - DIRECT_BUFFERS] = address
+
+    def table_arguments(self) -> Iterator[tuple[Any, ...]]:
+        """The arguments of the ADDRESS_KERNELs that write the table; launches read the values."""
+        table = self.words[TABLE_WORD]
+        for first in range(0, self._others, ADDRESSES):
+            values = (ctypes.c_uint64 * ADDRESSES).from_buffer(self._table, 8 * first)
+            count = min(self._others - first, ADDRESSES)
+            yield ctypes.c_uint64(table + 8 * first), values, ctypes.c_uint32(count)
 
 
 class _Prepared(NamedTuple):

@@ -54,18 +54,11 @@ class CudaRun(WithCallbacks):
     is_stream_ordered = True
 
     def __init__(
-        self,
-        pending: PendingRuns,
-        header: Header,
-        call: int,
-        deadline: Deadline,
-        stream: int = 0,
-        *,
-        captured: bool = False,
+        self, pending: PendingRuns, header: Header, call: int, limit: Deadline, stream: int = 0, captured: bool = False
     ) -> None:
         super().__init__()
         self._pending = pending
-        self.header, self.call, self.deadline = header, call, deadline
+        self.header, self.call, self.deadline = header, call, limit
         self.stream, self.captured = stream, captured
         self.number = self.entries = 0
         self.event: Any = None
@@ -108,14 +101,6 @@ class CudaRun(WithCallbacks):
         """Let the caller's stream wait for the run's event; the host goes on."""
         self._check()
         self._pending.make_stream_wait(self)
-
-    def has_begun(self) -> bool:
-        """Whether the run's first task is on the device, as far as PendingRuns.sweep() has found."""
-        return self.deadline.counts or self.done
-
-    def has_ended(self) -> bool:
-        """Whether the run has ended well."""
-        return self.done
 
     def waits_for(self) -> str:
         """The call, without more: the host does not know which task a GPU is at."""
@@ -165,10 +150,14 @@ class PendingRuns:
         All runs fail if the first pending one does not begin within the run's timeout. Once begun, it has its own.
         """
         text = f"waited {run.deadline.seconds:.3g} s for an earlier call to begin, to make room for {run.call_text}"
-        while self.failure is None and (first := self._in_the_way_of(run)) is not None:
+
+        def wait_for(first: CudaRun) -> None:
             begins = Deadline(run.deadline.seconds)
-            self.wait_until(first.has_begun, begins, text)
-            self.wait_until(first.has_ended, first.deadline, f"reached the deadline of {first.call_text}")
+            self.wait_until(lambda: first.deadline.counts or first.done, begins, text)
+            self.wait_until(lambda: first.done, first.deadline, f"reached the deadline of {first.call_text}")
+
+        while self.failure is None and (first := self._in_the_way_of(run)) is not None:
+            wait_for(first)
 
     def _in_the_way_of(self, run: CudaRun) -> CudaRun | None:
         """The first pending run, if ``run`` does not fit into the queues beside the pending ones."""

@@ -22,19 +22,11 @@ from qccl.dtypes import DType
 from qccl.errors import CodecError, EngineError
 from qccl.schedule import Commit, Decode, Encode, Op, Reduce, Schedule, Span, State
 
-__all__ = ["ADDRESSES", "ADDRESS_KERNEL", "BEGIN_KERNEL", "BLOCK_OF_JOB", "BUFFER_REF", "CALL_NBYTES", "CALL_WORD"]
-__all__ += ["DECODE_JOB", "DIRECT_BUFFERS", "ENCODE_JOB", "END_KERNEL", "FAILED_WORD", "LR_WORD", "MANY_BUFFERS"]
-__all__ += [
-    "MEMORY_WORDS",
-    "NONFINITE_KERNEL",
-    "PARAMETERS",
-    "REDUCE_JOB",
-    "TABLE_WORD",
-    "THREADS",
-    "Launch",
-    "Shape",
-    "launch",
-    "source",
+__all__ = [
+    *("ADDRESSES", "ADDRESS_KERNEL", "BEGIN_KERNEL", "BLOCK_OF_JOB", "BUFFER_REF", "CALL_NBYTES", "CALL_WORD"),
+    *("DECODE_JOB", "DIRECT_BUFFERS", "ENCODE_JOB", "END_KERNEL", "FAILED_WORD", "LR_WORD", "MANY_BUFFERS"),
+    *("MEMORY_WORDS", "NONFINITE_KERNEL", "PARAMETERS", "REDUCE_JOB", "TABLE_WORD", "THREADS"),
+    *("Launch", "Shape", "launch", "source"),
 ]
 
 #: threads of a block, and the most elements that they hold in registers

@@ -10,39 +10,29 @@ from typing import Protocol
 from qccl import threads
 from qccl.cuda.libraries import cuda_libraries
 
-__all__ = ["Watchdog", "Watched"]
+__all__ = ["Watchdog"]
 
 #: interval between checks, and the longest sleep while no run is pending
 _WATCH_SECONDS = 0.01
 _IDLE_SECONDS = 1.0
 
 
-class Watched(Protocol):
-    """An engine that a watchdog watches."""
+class _Watched(Protocol):
+    """The methods of CudaEngine that the watchdog calls."""
 
-    def watch(self) -> bool:
-        """Check for ended runs, failures and deadlines; False if there is nothing to watch any more."""
-
-    def has_pending_runs(self) -> bool:
-        """Whether a run is pending. While one is, the thread keeps the engine, which keeps the memory of the runs."""
-
-    def on_watchdog_end(self) -> None:
-        """Called by the thread just before it ends."""
+    def watch(self) -> bool: ...
+    def has_pending_runs(self) -> bool: ...
+    def on_watchdog_end(self) -> None: ...
 
 
 class Watchdog:
     """The thread of one engine. It starts with the first run, and does not keep an idle engine alive."""
 
-    def __init__(self, engine: Watched, device: int, rank: int) -> None:
+    def __init__(self, engine: _Watched, device: int, rank: int) -> None:
         self._engine = weakref.ref(engine)
         self._device, self._name = device, f"qccl watchdog of rank {rank}"
         self._wakeup = threading.Event()
         self._thread: threading.Thread | None = None
-
-    @property
-    def started(self) -> bool:
-        """Whether the thread was started."""
-        return self._thread is not None
 
     def wake(self) -> None:
         """Watch now: a run was started, or the engine was closed."""
@@ -62,20 +52,21 @@ class Watchdog:
         """Check rarely until the next wake(): no run is pending."""
         self._wakeup.clear()
 
-    def join(self, timeout: float) -> None:
-        """Wait for the thread to end."""
+    def join(self, timeout: float) -> bool:
+        """Wait for the thread to end; False if there was none."""
         if self._thread is not None and self._thread.ident is not None:  # an exception may have ended its start
             self._thread.join(timeout)
+        return self._thread is not None
 
 
-def _watch(reference: weakref.ref[Watched], device: int, wakeup: threading.Event) -> None:
+def _watch(reference: weakref.ref[_Watched], device: int, wakeup: threading.Event) -> None:
     """The thread. Its relaxed capture mode leaves captures of other threads intact."""
     gpu = cuda_libraries()
     gpu.runtime.setDevice(device)
     gpu.bindings.cuThreadExchangeStreamCaptureMode(gpu.bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
     engine = reference()
     while engine is not None and engine.watch():
-        if not engine.has_pending_runs():
+        if not engine.has_pending_runs():  # while one is, the thread keeps the engine, which keeps the runs' memory
             del engine
         wakeup.wait(_IDLE_SECONDS)
         time.sleep(_WATCH_SECONDS)

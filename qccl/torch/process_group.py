@@ -25,7 +25,7 @@ from qccl.arguments import CodecLike, checked_codec, lossiest
 from qccl.codecs import NoCodec
 from qccl.communicator import Communicator
 from qccl.connect import connect
-from qccl.cuda.nccl_id import agreed_id
+from qccl.cuda.nccl import agreed_id
 from qccl.dynamo import not_traced
 from qccl.errors import ArgumentError, MismatchError
 from qccl.meetings import of_store

@@ -192,7 +192,7 @@ def test_no_rank_waits_where_rank_0_can_make_no_id(way, cupy, monkeypatch):
 def test_no_rank_waits_for_a_reason_that_is_not_utf_8():
     """It may contain the name of a file. A rank that could not send it would leave the others waiting."""
     from qccl.cuda.consistency import Consistency
-    from qccl.cuda.nccl_id import agreed_id
+    from qccl.cuda.nccl import agreed_id
 
     reason, shown = "no library in caf\udce9", r"no library in caf\udce9"
     with pytest.raises(qccl.EngineError) as caught:
@@ -447,7 +447,7 @@ def test_nccl_s_reason_when_no_communicator_can_be_made(refuses, reason, hint, w
     with pytest.raises(qccl.EngineError) as found:
         if refuses == "broadcast":
             qccl.Communicator.from_nccl(given, 0, 1)
-        qccl.Communicator(importlib.import_module("qccl.cuda.nccl_id").get_unique_id(), 0, 1, device=0)
+        qccl.Communicator(importlib.import_module("qccl.cuda.nccl").get_unique_id(), 0, 1, device=0)
     assert reason in str(found.value) and hint in str(found.value) and found.value.code == 2
 
 

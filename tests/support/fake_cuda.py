@@ -356,8 +356,8 @@ def _in_place(world: World) -> Any:
 
     made = modules(world)
     registries = len(lifetime._registries)
-    parts = ("device", "engine", "flags", "kernels", "links", "memory", "nccl", "nccl_id", "nccl_library", "program")
-    parts += ("rig", "run", "staging", "state", "watchdog", "workspace")
+    parts = ("device", "engine", "flags", "kernels", "links", "memory", "nccl", "nccl_library", "program")
+    parts += ("rig", "run", "staging", "watchdog", "workspace")
     ours = tuple(f"qccl.cuda.{part}" for part in parts)
     saved = {name: sys.modules.pop(name, None) for name in (*made, *ours)}
     sys.modules.update(made)
