@@ -100,8 +100,6 @@ class Kernels:
 class _Alone(DeviceTransport):
     """What a transport of one GPU has nothing to do for."""
 
-    link, halves = "PCIe", ()
-
     def __init__(self) -> None:
         gpu = cuda_libraries()
         self.device, self._runtime = gpu.runtime.getDevice(), gpu.runtime
