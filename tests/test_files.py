@@ -33,6 +33,7 @@ OPENERS = {
     "bench/processes.py": "a named pipe in a folder of its own, and /proc",
     "bench/run.py": "named pipes in a folder of its own",
     "cuda/cache.py": "the cache's folder",
+    "cuda/links.py": "/sys",
     "cuda/source.py": "the package's own headers",
     "transports/secret.py": "a new token, which replaces nothing",
 }
