@@ -358,7 +358,7 @@ def test_a_call_that_cannot_be_captured_changes_nothing(comm, cupy):
     comm.check()
 
 
-@on_gpus(2, timeout=300.0)
+@on_gpus(2, timeout=3600.0)
 def test_close_leaves_a_destroy_that_waits_for_a_rank_to_a_thread(comm, leaving, world, cupy):
     """ncclCommDestroy waits for the other ranks of the machine."""
     summed(comm)
