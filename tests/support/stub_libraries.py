@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import importlib.util
 import os
 import re
@@ -272,4 +273,6 @@ def real_modules() -> dict[str, ModuleType]:
                 driver.CUDADriverError(0)
         finally:
             internal.load_nvidia_dynamic_lib, ctypes.CDLL = usual  # type: ignore[misc]
+    gc.collect()
+    gc.freeze()  # the bindings' thousands of objects stay, and tests collect often
     return {"cuda.bindings.driver": bindings, "cupy.cuda.driver": driver, "cupy.cuda.nccl": nccl}
