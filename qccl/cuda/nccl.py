@@ -42,7 +42,7 @@ from qccl.cuda.libraries import (
 from qccl.cuda.links import common_link, describe, halves
 from qccl.cuda.nccl_library import UINT8, BareCommunicator, set_up, with_reason
 from qccl.deadline import Deadline
-from qccl.errors import ArgumentError, EngineError, QcclError
+from qccl.errors import ArgumentError, QcclError
 from qccl.transports.base import Call, DeviceTransfer, DeviceTransport, Transport, split_groups
 from qccl.transports.strangers import printable
 from qccl.transports.topology import find_topology, machine
@@ -69,7 +69,6 @@ class NcclTransport(DeviceTransport):
         self.host: Transport | None = None
         self.comm = comm
         self._timeout = timeout
-        self._gone = False
         self._asking = threading.Lock()  # held while NCCL is asked for errors, so that nobody frees the communicator
         self._lost: list[Any] = []  # memory of collectives that did not finish: the device may still write to it
         self.rank, self.size = comm.rank_id(), comm.size()
@@ -289,10 +288,6 @@ class NcclTransport(DeviceTransport):
         cuda_libraries().runtime.eventRecord(self._event.ptr, self.stream)
         wait_for(self._event.ptr, deadline, "a collective of the set-up", self.check)
         self._check_alive()  # aborted work counts as done, too
-
-    def _check_alive(self) -> None:
-        if self._gone:
-            raise EngineError("this NCCL communicator was closed or aborted")
 
     def _raise(self, error: Exception) -> NoReturn:
         """Raise a library's error as one of qccl's, with NCCL's own text about its last error."""

@@ -49,6 +49,11 @@ class Group(ABC):
     hardware: str = ""
     engine: Any = None
     made: Group | None = None
+    _gone = False  # it was closed or aborted: by the engine of a communicator that is over, or by the program
+
+    def _check_alive(self) -> None:
+        if self._gone:
+            raise EngineError("this transport was closed or aborted; make another communicator")
 
     @property
     def carrier(self) -> str:

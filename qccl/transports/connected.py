@@ -398,10 +398,6 @@ class ConnectedTransport(NativeTransport):
             self.wire.close(seconds)
             self._watch.close()
 
-    def _check_alive(self) -> None:
-        if self._gone:
-            raise EngineError("this transport was closed or given up; make another communicator")
-
 
 def _weakly(find_ended: Callable[[list[int]], list[int]]) -> Callable[[list[int]], list[int]]:
     """The same for a wire, which its transport owns: native code hides a circle from the garbage collector."""
@@ -445,7 +441,7 @@ class Faults:
             raise own(EngineError(f"{self._library}: {self._text(status)}", code=status))
         if peer >= 0:
             raise own(MismatchError(f"rank {peer} sent {got} bytes to rank {rank}, which expected {expected}"))
-        raise own(EngineError("this transport was closed or given up; make another communicator"))
+        raise own(EngineError("this transport was closed or aborted; make another communicator"))
 
     def _who_was_lost(self, rank: int, peer: int, why: str) -> str:
         ended = self._membership.find_ended(peer)

@@ -156,7 +156,6 @@ class LoopbackTransport(Transport):
         self.nodes = (0,) * group.size
         self.progress_hook: Callable[[], object] = lambda: None
         self._group = group
-        self._gone = False
 
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
         """Post a send; it completes when the receiver has taken its bytes."""

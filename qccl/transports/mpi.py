@@ -272,9 +272,9 @@ class MpiTransport(NativeTransport):
                 self.comm.Free()
 
     def _check_alive(self) -> None:
-        if self._gone or MPI.Is_finalized():
-            gone = "this transport was closed or aborted; make another communicator"
-            raise EngineError(_FINALIZED if MPI.Is_finalized() else gone)
+        if MPI.Is_finalized():
+            raise EngineError(_FINALIZED)
+        super()._check_alive()
 
 
 def _wait(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 
 from qccl import _host
@@ -28,7 +27,6 @@ class NativeTransport(Transport):
         self.wire = wire
         self._tokens: dict[int, Hashable] = {}
         self._number = 0
-        self._gone = False
 
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
         """By the native wire, which knows the transfer by a number instead of the token."""
@@ -58,7 +56,3 @@ class NativeTransport(Transport):
         self.local_rank, self.local_size, self.nodes, self.shares_memory = topology
         if self.local_size <= len(os.sched_getaffinity(0)):
             self.wire.set_spins(_SHARED_SPINS if self.shares_memory else _SPINS)
-
-    @abstractmethod
-    def _check_alive(self) -> None:
-        """Raise EngineError if the transport was closed or aborted."""

@@ -93,7 +93,6 @@ class TorchTransport(Transport):
         self.progress_hook = progress_hook
         self._store, self._own = store, own
         self._splits = 0
-        self._gone = False
         self._changed = threading.Condition()  # guards the attributes below
         self._done: list[Hashable] = []
         self._fault: tuple[Deadline, int, RuntimeError] | None = None  # the first: for last words, peer, error
@@ -323,10 +322,6 @@ class TorchTransport(Transport):
         except RuntimeError as error:
             raise _lost(self._closed(), error) from error
         return [bytes(each.tolist()) for each in theirs]
-
-    def _check_alive(self) -> None:
-        if self._gone:
-            raise EngineError("this transport was closed or aborted; make another with Communicator.from_torch()")
 
 
 def _await_all(store: Any, rank: int, size: int, deadline: Deadline, progress_hook: Callable[[], object]) -> None:
