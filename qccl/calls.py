@@ -313,7 +313,7 @@ class Collectives:
         ``given`` are all arguments beside the arrays, by name. An array may also be an address.
         """
         session, memory = self._session, self._memory
-        if session.closed or session.calling or session.failure is not None or session.engine.failure is not None:
+        if session.end.is_over or session.calling:
             self._check_usable()
         # may be another one in each call
         lr = given.pop("lr") if "lr" in given and "lr" in method.parameters else None

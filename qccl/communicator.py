@@ -206,8 +206,8 @@ class Communicator(Collectives):
             self.abort(f"{type(error).__name__}: {error}")
 
     def __repr__(self) -> str:
-        session = self._session
-        state = "closed" if session.closed else "failed" if session.failure else self.transport.carrier
+        end = self._session.end
+        state = "closed" if end.closed else "failed" if end.failure else self.transport.carrier
         return f"<Communicator rank {self.rank} of {self.size}, {state}>"
 
     # -- collectives -------------------------------------------------------------------------------------------------
@@ -350,9 +350,8 @@ class Communicator(Collectives):
             raise ArgumentError(f'the state\'s "calls" must be a number of calls, less than 2**63, not {calls}')
         session.engine.wait_until_idle(self.timeout)
         session.state.load(saved["keys"])
-        session.numbers.offset += calls - session.numbers.calls
-        session.numbers.calls = calls
-        self._session.programs.clear()  # whose headers have the old offset
+        session.numbers.go_on(calls)
+        session.programs.clear()  # whose headers have the old offset
 
     @guarded
     def reset(self, key: str | None = None) -> None:
@@ -474,8 +473,7 @@ class Communicator(Collectives):
         name = f"{transport.size} ranks from call {calls} on"  # which a newcomer knows, too
         try:
             comm = cls._from_transport(transport, timeout, backend, name)
-            numbers = comm._session.numbers
-            numbers.calls = numbers.offset = calls
+            comm._session.numbers.go_on(calls)
         except BaseException as error:
             leave(transport, error)
             raise
@@ -503,7 +501,7 @@ class Communicator(Collectives):
 
         On the host they raise PeerLost in their current or next call; on CUDA they reach their deadlines.
         """
-        if not self._session.closed and self._session.failure is None:
+        if not self._session.end.closed:
             self._session.fail(PeerLost(f"rank {self.rank} gave up: {reason}"))
 
     @guarded

@@ -126,7 +126,7 @@ def _agreed(session: Session) -> Iterator[None]:
     try:
         yield
     except QcclError as error:
-        if session.failure is not None or session.engine.failure is not None:
+        if session.end.is_over:
             raise
         raise _CannotCall(str(error)) from error
 

@@ -196,7 +196,7 @@ class Plan:
         try:
             session.start(ready.compiled, ready.bound, request, ready.arrays, streams)
         except BaseException:
-            if session.failure is not None or session.numbers.sequence == number:
+            if session.end.is_over or session.numbers.sequence == number:
                 self._result = None
             raise
         return ready.result
@@ -208,7 +208,7 @@ class Plan:
     def _ready(self) -> _Arrays:
         """The arrays and the Work of the next run."""
         session, bound, work = self._session, self._bound, self._work
-        if session.closed or session.calling or session.failure is not None or session.engine.failure is not None:
+        if session.end.is_over or session.calling:
             self._check_usable()
         if bound is None:
             raise ArgumentError("this plan has no arrays yet; call plan.bind(x, out) first")

@@ -12,7 +12,7 @@ from qccl.arrays import Values
 from qccl.collectives import CollectiveSpec
 from qccl.engine.base import Backend, Bound, Execution, Program, Request
 from qccl.engine.records import CallRecord
-from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError, failure_text, forked, gave_up
+from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError, gave_up
 from qccl.guard import Mark, abandoned, is_guard, is_inside
 from qccl.lifetime import Registry
 from qccl.metrics import Endpoint, serve
@@ -52,8 +52,7 @@ class Session:
         engine, memory: of the backend.
         programs: of the communicator's calls; a plan has its own.
         state: the state of stateful codecs, by key.
-        numbers: of the group's next call.
-        failure: the first one; it ended the group.
+        end, numbers: of the group, and of its next call: the engine's.
         statistics: totals of the calls.
         unsettled: by thread, what it has begun and not settled (guard.py); empty between calls.
         ending: the Works that a thread is ending, which may check their results; and that thread's number.
@@ -78,17 +77,15 @@ class Session:
             self.engine.start = _ranged(self.engine.start, ranges)  # type: ignore[method-assign]
         self.programs = ProgramCache(self.engine, (rank, size), self.memory.calls)
         self.state = StateStore(rank, size, self.engine.persistent)
-        self.numbers, self.engine.timeout = self.engine.numbers, timeout
+        self.end, self.numbers, self.engine.timeout = self.engine.end, self.engine.numbers, timeout
         self.statistics = Statistics(rank, size, self.group, self.engine.tallies)
         self._measured: Measured | None = None  # the last measurement
         self._endpoint: Endpoint | None = None
-        self.failure: QcclError | None = None
-        self.closed = False
+        self._is_recorded = False  # the failure
         self.unsettled: dict[int, Mark] = {}
         self.making: tuple[Mark | None, Callable[[BaseException], None]] = None, lambda error: None
         self.calling: dict[object, tuple[int]] = {}
         self.ending: dict[object, tuple[int]] = {}
-        self._process = os.getpid()
         _sessions.add(self)
         watch_signal(_write_all)
 
@@ -98,15 +95,14 @@ class Session:
 
     def check_usable(self) -> None:
         """Raise the error of an earlier failure, or ArgumentError after close() and in a function of a Work."""
-        if self.closed:
-            raise ArgumentError("this communicator is closed; make another with qccl.init()")
+        end = self.end
+        if end.closed:
+            end.check()
         self.check_thread()
-        if self.failure is None and self.engine.failure is not None:
-            self.failure = self.engine.failure
-            self.write_record(str(self.failure))
-        if self.failure is not None:
-            text = f"this communicator failed earlier and is unusable: {self.failure}"
-            raise type(self.failure)(text) from self.failure  # a variable would keep this call's arrays alive
+        if end.failure is not None:
+            self._record_failure()
+            text = f"this communicator failed earlier and is unusable: {end.failure}"
+            raise type(end.failure)(text) from end.failure  # a variable would keep this call's arrays alive
 
     def check_thread(self) -> None:
         """Raise ArgumentError in a function of a Work."""
@@ -227,7 +223,7 @@ class Session:
             try:
                 result = act()
             finally:
-                numbers.calls = before
+                numbers.go_back(before)
             measured.end(numbers.sequence)
             return result
 
@@ -277,17 +273,11 @@ class Session:
             del self.unsettled[thread]
 
     def fail(self, error: QcclError, call: int | None = None) -> None:
-        """Keep the first failure, of call number ``call``, and abort the engine (the host's tells the other ranks)."""
+        """End the group in call number ``call``, also if an exception has ended this before."""
         if call is not None:
-            self.numbers.calls = min(self.numbers.calls, call)  # not every rank has made it
-        is_first = self.failure is None
-        if is_first:
-            self.failure = error
-        text = failure_text(self.rank, self.failure or error)
-        before = self.engine.abort(text)  # again if an exception has ended it before
-        if is_first:
-            self.failure = before or error
-            self.write_record(str(self.failure))
+            self.numbers.go_back(call)  # not every rank has made it
+        self.engine.fail(error)
+        self._record_failure()
 
     def record(self, reason: str) -> GroupRecord:
         """The last calls; see Communicator.record()."""
@@ -302,11 +292,17 @@ class Session:
         if folder := os.environ.get(FOLDER):
             write_record(self.record(reason), folder)
 
+    def _record_failure(self) -> None:
+        if self.end.failure is not None and not self._is_recorded:
+            self._is_recorded = True
+            self.write_record(str(self.end.failure))
+
     def retire(self, reason: str) -> None:
         """Make no more calls on the host, where the other ranks may still be in the last one; see HostEngine."""
-        if self.failure is None and not self.closed:
-            self.failure = PeerLost(f"rank {self.rank} gave up: {reason}")
-            self.engine.retire(str(self.failure))
+        self._record_failure()
+        if not self.end.is_over:
+            self._is_recorded = True  # this is none
+            self.engine.retire(PeerLost(f"rank {self.rank} gave up: {reason}"))
 
     def interrupted(self, error: BaseException, before: Mark | None, number: int | None = None) -> None:
         """Settle what an exception has left that leaves a call (guard.py); further exceptions do not end this.
@@ -341,18 +337,16 @@ class Session:
 
     def check_process(self) -> None:
         """Raise EngineError in a child of os.fork()."""
-        if os.getpid() != self._process:
-            raise EngineError(forked(self.rank))
+        if self.end.is_forked:
+            self.end.check()
 
     def close(self) -> None:
         """Leave the group, unless that was done before or a failure has ended it."""
-        if self.closed:
-            return
-        self.closed = True
         if self._endpoint is not None:
             self._endpoint.remove(self.statistics)
-        if self.failure is None:
+        if self.end.failure is None:
             self.engine.close(self.engine.timeout)
+        self.end.close()
 
 
 def _with_memory(bound: Bound, state: Mapping[str, StateArray]) -> Bound:
@@ -372,7 +366,7 @@ def _ranged(usual: Callable[..., Execution], ranges: Ranges) -> Callable[..., Ex
 
 def _write_all() -> None:
     for session in _sessions:
-        if not session.closed:
+        if not session.end.closed:
             session.write_record("the signal SIGUSR1 came")
 
 
@@ -380,6 +374,7 @@ def _forked(session: Session) -> None:
     """In a child of os.fork(): threads that held locks, or were making calls, are not there."""
     for each in (session.unsettled, session.ending, session.calling):
         each.clear()
+    session._is_recorded = True
 
 
 is_guard(Session.start)

@@ -10,8 +10,8 @@ from thread_ranks import on_ranks
 from threads import hear
 
 import qccl
+from qccl.call_numbers import Numbers
 from qccl.host.engine import HostEngine
-from qccl.host.execution import Execution
 
 COUNT = 300
 #: equal calls that precede the one that fails
@@ -88,7 +88,7 @@ def test_the_group_ends_while_a_call_waits(comm, warmed: threading.Barrier, hear
     assert comm.calls == WARM and (x == 0).all()
 
 
-@pytest.mark.parametrize("place", [(HostEngine, "start"), (Execution, "set")])
+@pytest.mark.parametrize("place", [(HostEngine, "start"), (Numbers, "take")])
 def test_an_interrupt_before_the_run_begins(monkeypatch, place):
     """Nothing was sent: the call can be made again, and has the number that it would have had."""
     warmed, interrupted = threading.Barrier(2), threading.Barrier(2)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("threads_end")
 LONG = tuple(name for name, kind in KINDS.items() if kind.warm == 0 or name == "trace")
 SHORT = tuple(name for name in KINDS if name not in LONG)
 #: of the instructions of short calls, and of long ones
-STRIDES = 1, 97
+STRIDES = 1, 29
 #: the instructions of a kind of call are shared out among so many tests, so that each ends within minutes
 PARTS = 8
 

@@ -33,6 +33,8 @@ errors:
 deadline:
 files: errors
 removed: errors
+end: errors lifetime
+call_numbers:
 intervals:
 lifetime:
 scalars:
@@ -59,10 +61,18 @@ dynamo:
 arrays: _host dtypes errors scalars tensors
 transports: _host dtypes deadline errors files launchers lifetime machine_name threads
 meetings: ancestors deadline errors launchers transports
+<<<<<<< HEAD
 connect: meetings transports
 engine: _host arrays chunks errors intervals schedule threads trace
 host: _host arrays chunks codecs dtypes deadline engine errors guard lifetime scalars schedule tensors trace transports
 cuda: _host arrays chunks codecs dtypes deadline engine errors files lifetime schedule tensors threads trace transports
+=======
+engine: _host arrays call_numbers chunks end errors intervals schedule threads trace
+host: _host arrays call_numbers chunks codecs dtypes deadline end engine errors guard lifetime scalars schedule
+    tensors trace transports
+cuda: _host arrays call_numbers chunks codecs dtypes deadline end engine errors files lifetime schedule
+    tensors threads trace transports
+>>>>>>> 09fdffc (wip)
 arguments: codecs errors scalars
 options: arguments collectives dtypes errors removed trace
 measuring: arrays codecs collectives costs dtypes engine errors programs schedule session

@@ -225,7 +225,7 @@ def test_the_record_says_on_whom_the_group_has_ended(tmp_path, monkeypatch):
             return
         with pytest.raises(RuntimeError), comm:
             comm.quantized_allreduce(np.ones(10, np.float32), async_op=True)
-            patience.wait_until(lambda: comm._session.engine._failure)
+            patience.wait_until(lambda: comm._session.end.failure)
             raise RuntimeError("mine")
 
     qccl.run_ranks(3, run)

@@ -27,6 +27,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 
+from qccl.call_numbers import Numbers
 from qccl.chunks import GPU
 from qccl.cuda import source as cuda_source
 from qccl.cuda.consistency import Consistency
@@ -40,12 +41,13 @@ from qccl.cuda.staging import check_stream_flags
 from qccl.cuda.watchdog import Watchdog
 from qccl.cuda.workspace import Workspace
 from qccl.deadline import Deadline
-from qccl.engine.base import Bound, Numbers, Progress, Request
+from qccl.end import End
+from qccl.engine.base import Bound, Progress, Request
 from qccl.engine.checks import check_addresses
 from qccl.engine.control import Header, Kind
 from qccl.engine.records import CallRecord
 from qccl.engine.tallies import Counted, Tallies
-from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError, gave_up
+from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, QcclError, gave_up
 from qccl.lifetime import Registry, Stage
 from qccl.schedule import Queue, Schedule
 from qccl.transports.base import DeviceTransport
@@ -71,14 +73,14 @@ class CudaEngine:
     def __init__(self, transport: DeviceTransport) -> None:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
-        self.numbers = Numbers()
+        self.end, self.numbers = End(self.rank), Numbers()
         self.timeout = 60.0
         self.chunking = GPU[transport.link]
         self.tallies = Tallies(are_timed=False)  # the events of runs have no times, which would cost the device some
         self.device = Device(transport.device, transport.stream)
         fail = weakref.WeakMethod(self.fail)
         self._fail_weakly = lambda error: (method := fail()) and method(error)
-        self._pending = PendingRuns(self.device, self.rank, self._fail_weakly)
+        self._pending = PendingRuns(self.device, self.end, self._fail_weakly)
         self._consistency = Consistency(transport)
         self._watchdog = Watchdog(self, transport.device, self.rank)
         self._enqueuing = threading.RLock()  # held while a run is put on its streams
@@ -91,18 +93,13 @@ class CudaEngine:
         _live.add(self)
 
     @property
-    def failure(self) -> QcclError | None:
-        """The error that ended the group, or None."""
-        return self._pending.failure
-
-    @property
     def is_idle(self) -> bool:
         """Always False: the host cannot know it, or read the caller's memory, without waiting."""
         return False
 
     def compile(self, schedule: Schedule, counted: Counted | None = None) -> CudaProgram:
         """Prepare a schedule of this rank: compile its kernels, write its tables, and make room in the workspace."""
-        self._check_usable()
+        self.end.check()
         schedule.check_rank(self.rank, self.size)
         cuda_source.check_codecs(schedule)
         proxy = self._make_proxy() if schedule.staged_peers else None
@@ -111,7 +108,7 @@ class CudaEngine:
 
     def persistent(self, nbytes: int) -> DeviceState:
         """Allocate memory that keeps its contents from run to run."""
-        self._check_usable()
+        self.end.check()
         with translated, on_device(self.device.number):
             return DeviceState(self.device, nbytes)
 
@@ -138,13 +135,12 @@ class CudaEngine:
             run.entries = program.entries
             self._pending.wait_for_room(run)
         with self._enqueuing, translated, self.device.current():
-            self._check_usable()
+            self.end.check()
             # an error here has no consequences for the group
             program.wait_for_streams(streams[:1] if captured else streams, queues)
             run.event = self.device.take_event()
             run.kept = kept
-            numbers.sequence += 1
-            numbers.calls += 1
+            numbers.take()
             if captured:
                 self._captured.append(program)  # the graph uses its memory for as long as it lives
             else:
@@ -158,9 +154,9 @@ class CudaEngine:
             except BaseException as error:  # part of the run may be on its streams
                 ours = error if isinstance(error, QcclError) else as_qccl_error(error)
                 self.fail(ours or gave_up(self.rank, error))
-                if ours is None or self.failure is error:
+                if ours is None or self.end.failure is error:
                     raise
-                raise (self.failure or ours) from error  # an earlier failure, such as the deadline, is the reason
+                raise (self.end.failure or ours) from error  # an earlier failure, such as the deadline, is the reason
             run.on_stream = True
             if not captured:
                 program.count_run()
@@ -172,14 +168,15 @@ class CudaEngine:
 
     def wait_until_idle(self, timeout: float) -> None:
         """Wait until no run is pending; see engine.base.Engine."""
-        if self.failure is None:
+        if not self.end.is_over:
             self.check(timeout)
 
     def barrier(self, text: str) -> None:
         """Collective: return when all ranks have made this call."""
-        self._check_usable()
-        header = Header(Kind.CALL, self.numbers.sequence, text)
-        self.numbers.sequence += 1
+        self.end.check()
+        sequence, call = self.numbers.take()
+        self.numbers.go_back(call)
+        header = Header(Kind.CALL, sequence, text)
         waiting = self._log_waiting(header)
         if refused := self._consistency.compare(header, self.timeout):
             raise EngineError(refused)
@@ -187,7 +184,7 @@ class CudaEngine:
 
     def check_consistent(self, text: str, pairs: tuple[str, ...], refusal: str = "", *, again: bool = False) -> str:
         """Collective until the ranks have agreed on a text; see engine.base.Engine."""
-        self._check_usable()
+        self.end.check()
         header = Header(Kind.CALL, self.numbers.sequence, text, pairs)
         self._log_waiting(header)
         compare = self._consistency.compare if again else self._consistency.compare_once
@@ -203,11 +200,11 @@ class CudaEngine:
 
     def check(self, timeout: float, stream: int | None = None) -> None:
         """Wait for all pending runs, and for ``stream``; raise their failures."""
-        self._check_usable()
+        self.end.check()
         if stream is not None:
             self._wait_for_stream(stream, Deadline(timeout))
         self._wait_for_runs(Deadline(timeout))
-        self._check_usable()
+        self.end.check()
         self.transport.check()
 
     def records(self) -> list[CallRecord]:
@@ -224,7 +221,7 @@ class CudaEngine:
         with translated, on_device(self.device.number):
             cuda_libraries().runtime.eventRecord(event.ptr, stream)
             try:
-                wait_for(event.ptr, deadline, "the stream", self._check_usable)
+                wait_for(event.ptr, deadline, "the stream", self.end.check)
             except CollectiveTimeout as error:
                 self.fail(error)
                 raise
@@ -257,14 +254,8 @@ class CudaEngine:
 
     # -- failure and end ---------------------------------------------------------------------------------------------
 
-    def abort(self, reason: str) -> QcclError | None:
-        """Fail all pending runs with ``reason``; the other ranks reach their deadlines. See engine.base.Engine."""
-        before = self.failure
-        self.fail(PeerLost(reason))
-        return before
-
     def fail(self, error: QcclError) -> None:
-        """Fail all pending runs, and abort the transport; only the first failure counts."""
+        """Fail all pending runs, and abort the transport; the other ranks reach their deadlines."""
         if not self._pending.fail_all(error):
             return
         if self._pending:
@@ -278,29 +269,30 @@ class CudaEngine:
             if acquired:
                 self._enqueuing.release()
 
-    def retire(self, reason: str) -> None:
-        """As abort(): no transport of device memory makes another group."""
-        self.abort(reason)
+    def retire(self, error: QcclError) -> None:
+        """As fail(): no transport of device memory makes another group."""
+        self.fail(error)
 
     def recover(self) -> None:
         """Nothing: a ``with`` releases each lock, also where a handler of a signal raises."""
 
     def close(self, timeout: float) -> None:
         """Wait until no run is pending (at most ``timeout`` seconds), and leave. Idempotent."""
-        if self._pending.closed:
+        if self.end.has_left:
             return
         deadline = Deadline(timeout)
-        if self.failure is None:
+        if self.end.failure is None:
             with contextlib.suppress(QcclError):  # the runs that failed have it
                 self._wait_for_runs(deadline)
-        self._pending.closed = True
+        self.end.close()
         if self._proxy is not None:
             self._proxy.close(deadline)
         self._watchdog.wake()
         self._watchdog.join(_GRACE_SECONDS)
         self._pending.callbacks.join(_GRACE_SECONDS)
-        if self.failure is None:  # otherwise the device may still use it
+        if self.end.failure is None:  # otherwise the device may still use it
             self._workspace.release()
+        self.end.has_left = True
         _live.discard(self)
 
     def leave(self) -> None:
@@ -312,12 +304,6 @@ class CudaEngine:
         self.close(_EXIT_SECONDS)
         if not self._watchdog.join(_EXIT_SECONDS) and not self._captured:
             self.transport.close()
-
-    def _check_usable(self) -> None:
-        if self._pending.closed:
-            raise ArgumentError("this engine is closed")
-        if self.failure is not None:
-            raise self.failure
 
     # -- used by the watchdog ----------------------------------------------------------------------------------------
 
@@ -334,7 +320,7 @@ class CudaEngine:
             self._watchdog.sleep()
             if self._pending:  # a run was started in between
                 self._watchdog.wake()
-        return not self._pending.closed and self.failure is None
+        return not self.end.is_over
 
     def has_pending_runs(self) -> bool:
         """Whether a run has not ended on its streams. The watchdog keeps the engine for as long."""

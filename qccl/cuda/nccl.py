@@ -42,7 +42,7 @@ from qccl.cuda.libraries import (
 from qccl.cuda.links import common_link, describe, halves
 from qccl.cuda.nccl_library import UINT8, BareCommunicator, set_up, with_reason
 from qccl.deadline import Deadline
-from qccl.errors import ArgumentError, QcclError
+from qccl.errors import ArgumentError, EngineError, QcclError
 from qccl.transports.base import Call, DeviceTransfer, DeviceTransport, Transport, split_groups
 from qccl.transports.strangers import printable
 from qccl.transports.topology import find_topology, machine

@@ -17,6 +17,7 @@ from qccl import threads
 from qccl.cuda.device import Device
 from qccl.cuda.libraries import NOT_READY, as_qccl_error, cuda_libraries, event_status, translated
 from qccl.deadline import Deadline
+from qccl.end import End
 from qccl.engine.callbacks import WithCallbacks
 from qccl.engine.control import Header
 from qccl.engine.records import CallRecord, State
@@ -116,20 +117,17 @@ class PendingRuns:
 
     Attributes:
         callbacks: calls the functions of the runs that have ended or failed.
-        failure: the first one; it has failed all runs that were pending.
-        closed: set by CudaEngine.close(); later failures are ignored.
+        end: of the communicator; its failure has failed all runs that were pending.
     """
 
-    def __init__(self, device: Device, rank: int, fail: Callable[[QcclError], None]) -> None:
+    def __init__(self, device: Device, end: End, fail: Callable[[QcclError], None]) -> None:
         """``fail`` is called with failures that are found here; it calls fail_all()."""
-        self._device, self._rank, self._fail = device, rank, fail
+        self._device, self.end, self._rank, self._fail = device, end, end.rank, fail
         self._flags, self._started = device.flags, 0
         self._lock = threading.Lock()  # never held while anything blocks
         self._runs: deque[CudaRun] = deque()
         self._entries = 0  # of these runs, together
-        self.callbacks = CallbackThread(rank)
-        self.failure: QcclError | None = None
-        self.closed = False
+        self.callbacks = CallbackThread(end.rank)
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -137,8 +135,7 @@ class PendingRuns:
     def add(self, run: CudaRun) -> None:
         """Add a run that is about to be put on its streams, and number it. Raises the failure if there was one."""
         with self._lock:
-            if self.failure is not None:  # found while the run was being started: nothing would fail it later
-                raise self.failure
+            self.end.check()  # a failure found while the run was being started: nothing would fail it later
             self._started += 1
             run.number = self._started % (1 << 32)
             self._runs.append(run)
@@ -156,7 +153,7 @@ class PendingRuns:
             self.wait_until(lambda: first.deadline.counts or first.done, begins, text)
             self.wait_until(lambda: first.done, first.deadline, f"reached the deadline of {first.call_text}")
 
-        while self.failure is None and (first := self._in_the_way_of(run)) is not None:
+        while not self.end.is_over and (first := self._in_the_way_of(run)) is not None:
             wait_for(first)
 
     def _in_the_way_of(self, run: CudaRun) -> CudaRun | None:
@@ -169,9 +166,9 @@ class PendingRuns:
         """Fail all runs that have not ended. False if there was a failure before, or after close."""
         self.sweep(apart=True)
         with self._lock:
-            if self.failure is not None or self.closed:
+            if self.end.is_over:
                 return False
-            self.failure = error
+            self.end.fail(error)
             self._flags.set_failed()  # before anything ends the transfers, or streams would continue with garbage
             failed = list(self._runs)
             for run in failed:
@@ -246,7 +243,7 @@ class PendingRuns:
         begin = time.monotonic()
         while True:
             self.sweep()
-            if condition() or self.failure is not None:
+            if condition() or self.end.failure is not None:
                 return
             self.check_device()
             if limit is not None and time.monotonic() > limit:

@@ -7,14 +7,16 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from qccl.arrays import Memory
+from qccl.call_numbers import Numbers
 from qccl.chunks import ChunkPolicy
+from qccl.end import End
 from qccl.engine.records import CallRecord
 from qccl.engine.tallies import Counted, Tallies
 from qccl.errors import QcclError
 from qccl.schedule import Schedule
 from qccl.trace import TraceEvent
 
-__all__ = ["Backend", "Bound", "Engine", "Execution", "Numbers", "Persistent", "Program", "Progress", "Request", "Rig"]
+__all__ = ["Backend", "Bound", "Engine", "Execution", "Persistent", "Program", "Progress", "Request", "Rig"]
 
 
 class Progress(Enum):
@@ -64,21 +66,6 @@ class Bound(NamedTuple):
     addresses: Mapping[str, int]
     text: str
     pairs: tuple[str, ...] = ()
-
-
-class Numbers:
-    """The numbers of a group's next call. The engine takes them when it has accepted a run, before it sends anything.
-
-    Attributes:
-        sequence: the number in the group, barriers included.
-        calls: the number that keys the random numbers; it does not count barriers, which change no result.
-        offset: what load_state_dict() has added to ``calls``.
-    """
-
-    __slots__ = ("calls", "offset", "sequence")
-
-    def __init__(self) -> None:
-        self.sequence = self.calls = self.offset = 0
 
 
 class Execution(Protocol):
@@ -183,11 +170,13 @@ class Engine(Protocol):
     """Runs schedules on one rank.
 
     Attributes:
+        end: of the communicator; the engine fails when it has found a reason, such as a watchdog outside any call.
         numbers: of the next call.
         timeout: seconds that a run may take whose request does not say; the session sets it.
         tallies: totals of the calls so far.
     """
 
+    end: End
     numbers: Numbers
     timeout: float
     tallies: Tallies
@@ -195,10 +184,6 @@ class Engine(Protocol):
     @property
     def chunking(self) -> ChunkPolicy:
         """The size of chunks where the caller gives none."""
-
-    @property
-    def failure(self) -> QcclError | None:
-        """The error that ended the group outside any call (found by a watchdog), or None."""
 
     @property
     def is_idle(self) -> bool:
@@ -241,10 +226,10 @@ class Engine(Protocol):
     def check(self, timeout: float, stream: int | None = None) -> None:
         """Wait for all runs that progress without this rank's calls (on CUDA also for ``stream``); raise failures."""
 
-    def abort(self, reason: str) -> QcclError | None:
-        """Fail all runs under way with ``reason``, here and as far as possible on the other ranks. Idempotent.
+    def fail(self, error: QcclError) -> None:
+        """End the group: fail all runs under way, here and as far as possible on the other ranks. Idempotent.
 
-        Returns the failure that has ended the group before, if there was one; its caller may not have seen it yet.
+        Only the first error counts; the caller may not have seen it yet.
         """
 
     def records(self) -> list[CallRecord]:
@@ -253,8 +238,8 @@ class Engine(Protocol):
     def rig(self) -> Rig:
         """What measures calls. Raises EngineError, and changes nothing, if there is no memory for it."""
 
-    def retire(self, reason: str) -> None:
-        """Before shrink(): as abort(), but other ranks may still end the calls that this rank has ended."""
+    def retire(self, error: QcclError) -> None:
+        """Before shrink(): as fail(), but other ranks may still end the calls that this rank has ended."""
 
     def recover(self) -> None:
         """Release the locks that an exception has left held which ended a call of this thread at any point."""

@@ -22,24 +22,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from qccl import _host
+from qccl.call_numbers import Numbers
 from qccl.chunks import BETWEEN_SITES, NETWORK, ChunkPolicy, shared_memory
-from qccl.engine.base import Bound, Numbers, Progress, Request
+from qccl.end import End
+from qccl.engine.base import Bound, Progress, Request
 from qccl.engine.checks import check_addresses
 from qccl.engine.control import CALL, Block, Header, Kind
 from qccl.engine.progress import ProgressThread
 from qccl.engine.records import CallRecord
 from qccl.engine.tallies import Counted, Tallies
-from qccl.errors import (
-    ArgumentError,
-    CollectiveTimeout,
-    EngineError,
-    MismatchError,
-    PeerLost,
-    QcclError,
-    failure_text,
-    forked,
-    gave_up,
-)
+from qccl.errors import CollectiveTimeout, MismatchError, PeerLost, QcclError, failure_text, gave_up
 from qccl.guard import release_all
 from qccl.host.execution import Execution
 from qccl.host.program import Program
@@ -71,6 +63,7 @@ class HostEngine:
     the other ranks have been sent a message, and every further use raises that failure.
 
     Attributes:
+        end: of the communicator.
         numbers: of the next call.
         timeout: seconds that a run may take whose request does not say.
         tallies: totals of the calls that have ended.
@@ -78,15 +71,12 @@ class HostEngine:
         threads: number of threads that may share an operation.
     """
 
-    #: None: failures are raised by the runs under way
-    failure: QcclError | None = None
-
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.rank = transport.rank
         self.threads = _threads(transport.local_size)
         self.chunking = _chunking(transport)
-        self.numbers = Numbers()
+        self.end, self.numbers = End(transport.rank), Numbers()
         self.timeout = 60.0
         self.tallies = Tallies(are_timed=True)
         self.detached = 0
@@ -97,9 +87,6 @@ class HostEngine:
         #: for runs that begin when no other is under way, and that their callers wait for in start(): none outlives it
         self._spare = Execution(self)
         self._over: list[Execution] = []  # ended or failed, with functions to call once the lock is released
-        self._failure: QcclError | None = None
-        self._failure_sent = False  # to the other ranks, and the transport was released
-        self._closed = False
         wire = transport.wire or _host.PythonWire(transport)
         self._loop = _host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL)
         self._shutdown = Shutdown(self._loop)
@@ -136,15 +123,16 @@ class HostEngine:
         if not self._lock.acquire(False):
             self._take_turn()
         try:
-            if self._closed:
-                raise ArgumentError("this engine is closed")
-            if self._failure is not None:
-                raise self._failure
+            if self.end.is_over:
+                self.end.check()
             if bound.addresses is not program.addresses:
                 check_addresses(bound.addresses, program.callers)
             is_alone = not self._active
             execution = self._spare if waits and is_alone else Execution(self)
-            execution.set(program, bound, request, kept, self.timeout if timeout is None else timeout, self.numbers)
+            execution.program, execution.bound, execution.request, execution.kept = program, bound, request, kept
+            execution.timeout = self.timeout if timeout is None else timeout
+            execution.done = execution.begun = False
+            execution.sequence, execution.call = self.numbers.take()  # at last: before, nothing has happened
             program.users += 1
             try:
                 if is_alone or (not self._queue and self._may_begin(execution)):
@@ -164,7 +152,7 @@ class HostEngine:
             except BaseException as error:
                 self._fail_all(error)
                 raise
-            if not waits and not execution.done and self._progress_thread is not None and self._failure is None:
+            if not waits and not execution.done and self._progress_thread is not None and not self.end.is_over:
                 execution.detached = True
                 self.detached += 1
         finally:
@@ -184,7 +172,7 @@ class HostEngine:
     def wait_until_idle(self, timeout: float) -> None:
         """Wait until no run is under way; see engine.base.Engine."""
         limit = time.monotonic() + timeout
-        while self._failure is None and (under_way := self._under_way()):
+        while not self.end.is_over and (under_way := self._under_way()):
             self.run(under_way[-1], limit)
             if time.monotonic() >= limit:
                 raise CollectiveTimeout(f"{under_way[-1].call_text} did not end within {timeout} s")
@@ -195,7 +183,7 @@ class HostEngine:
             self._barrier = self.compile(Schedule("barrier", self.rank, self._transport.size, {}, ()))
         calls = self.numbers.calls
         self.start(self._barrier, Bound({}, text), Request())
-        self.numbers.calls = calls
+        self.numbers.go_back(calls)
 
     def check_consistent(
         self, text: str, pairs: tuple[str, ...], refusal: str = "", *, again: bool = False
@@ -206,25 +194,19 @@ class HostEngine:
     def check(self, timeout: float, stream: int | None = None) -> None:
         """Raise the failure of the group, if it has failed, here or by a control message that has come."""
         self.step()
-        if self._failure is not None:
-            raise self._failure
+        self.end.check()
 
-    def abort(self, reason: str) -> QcclError | None:
-        """Fail all runs under way with ``reason``; the other ranks raise PeerLost with it. See engine.base.Engine."""
-        before = self._failure
-        if self._failure_sent:
-            return before
+    def fail(self, error: QcclError) -> None:
+        """Fail all runs under way; the other ranks raise PeerLost with the error's text. See engine.base.Engine."""
+        if self.end.has_left:
+            return
+        self.end.fail(error)  # if the thread that drives still uses everything, it fails when it returns
         self._loop.halt()
-        taken = False
-        try:
-            taken = self._take_turn(_HALT_SECONDS)
-        finally:
-            if taken:
-                self._fail(PeerLost(reason), Kind.ABORT, reason)
+        if self._take_turn(_HALT_SECONDS):
+            try:
+                self._fail(error)
+            finally:
                 self._release()
-            elif self._failure is None:  # the thread that drives still uses everything: it fails when it returns
-                self._failure = PeerLost(reason)
-        return before
 
     def records(self) -> list[CallRecord]:
         """The last calls; none if another thread drives, and does not let this one look within a second."""
@@ -241,18 +223,19 @@ class HostEngine:
 
         return HostRig()
 
-    def retire(self, reason: str) -> None:
-        """As abort(), but a rank that is still in a call that this rank has ended gets the rest of its messages.
+    def retire(self, error: QcclError) -> None:
+        """As fail(), but a rank that is still in a call that this rank has ended gets the rest of its messages.
 
-        So nothing must be under way here; otherwise, and after a failure, this is abort(). The transport stays open,
+        So nothing must be under way here; otherwise, and after a failure, this is fail(). The transport stays open,
         and whoever made the engine goes on driving it.
         """
-        if self._failure is not None or not self.is_idle:
-            self.abort(reason)
+        if self.end.is_over or not self.is_idle:
+            self.fail(error)
             return
         self._end_progress_thread()
-        self._closed, self._failure = True, PeerLost(reason)
-        self._shutdown.tell(Kind.CLOSE, reason)
+        self.end.fail(error)
+        self.end.has_left = True
+        self._shutdown.tell(Kind.CLOSE, str(error))
         self._shutdown.flush()
         _live.discard(self)
 
@@ -268,13 +251,14 @@ class HostEngine:
 
     def close(self, timeout: float = 60.0) -> None:
         """Collective: leave when all other ranks do, at the latest after ``timeout`` seconds. Idempotent."""
-        if self._closed:
+        if self.end.closed:
             return
         if self._active or self._queue:
-            self.abort(f"rank {self.rank} closed the group in the middle of a call")
+            self.fail(PeerLost(f"rank {self.rank} closed the group in the middle of a call"))
         self._end_progress_thread()
-        self._closed = True
-        if self._failure is None:
+        self.end.close()
+        if self.end.failure is None:
+            self.end.has_left = True
             try:
                 text = f"rank {self.rank} has closed its communicator"
                 if not self._shutdown.close(text, timeout, self._on_control):
@@ -292,8 +276,8 @@ class HostEngine:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            if self._failure is not None:
-                raise self._failure
+            if self.end.failure is not None:
+                raise self.end.failure
             self._act(self._loop.step(self._on_control))
         except BaseException as error:
             self._fail_all(error)
@@ -307,8 +291,8 @@ class HostEngine:
             if not self._lock.acquire(False):
                 self._take_turn()
             try:
-                if self._failure is not None:
-                    raise self._failure
+                if self.end.failure is not None:
+                    raise self.end.failure
                 if not execution.done:
                     until = limit if execution.begun else min(limit, execution.deadline)
                     outcome = self._loop.run(until, self._on_control)
@@ -336,8 +320,8 @@ class HostEngine:
             try:
                 while self.detached and not self._over and not self._loop.wanted and not self._loop.halted:
                     self._act(self._loop.drive(self._on_control))
-                if self._failure is not None:
-                    raise self._failure
+                if self.end.failure is not None:
+                    raise self.end.failure
             except BaseException as error:  # the threads that wait raise it again
                 self._fail_all(error)
             finally:
@@ -486,34 +470,34 @@ class HostEngine:
 
     def _fail_all(self, error: BaseException) -> None:
         """Fail all runs under way; completed runs keep their results."""
-        if self._failure is None:
+        if self.end.failure is None:
             self._remove_ended()
-        kind = Kind.MISMATCH if isinstance(error, MismatchError) else Kind.ABORT
-        self._fail(gave_up(self.rank, error), kind, failure_text(self.rank, error))
+        self._fail(gave_up(self.rank, error))
 
-    def _fail(self, error: QcclError, kind: Kind, text: str) -> None:
+    def _fail(self, error: QcclError) -> None:
         """End the group. Called again if an exception has ended it before; it then repeats what is harmless."""
-        if self._failure_sent or self._closed:
+        if self.end.has_left:
             return
-        self._failure = self._failure or error
+        error = self.end.fail(error)
         if self._progress_thread is not None:
             self._progress_thread.stop()
         for execution in self._active.values():
             if execution.request.trace is not None:
                 execution.add_trace(execution.request.trace)
         for execution in (*self._active.values(), *self._queue):
-            execution.failure = self._failure
+            execution.failure = error
             self._over.append(execution)
         self._loop.halt()
-        self._shutdown.tell(kind, text)
+        differs = isinstance(error, MismatchError)
+        self._shutdown.tell(Kind.MISMATCH if differs else Kind.ABORT, failure_text(self.rank, error))
         try:
             self._shutdown.flush()
-            if kind is Kind.MISMATCH:
+            if differs:
                 self._shutdown.hear_others()
         finally:
             self._transport.abort(str(error))
             _live.discard(self)
-            self._failure_sent = True
+            self.end.has_left = True
 
     def _leave_at_exit(self) -> None:
         """At the process's end: send the close message unless close() did, and stop the thread that drives.
@@ -524,15 +508,16 @@ class HostEngine:
         self._loop.halt()
         if not self._take_turn(_HALT_SECONDS):
             return
-        if not self._failure_sent and not self._closed:
+        if not self.end.has_left:
             error = unhandled()
             reason = f"rank {self.rank} ended its process" if error is None else failure_text(self.rank, error)
-            if self._active or self._queue or self._failure is not None:
+            if self._active or self._queue or self.end.failure is not None:
                 reason += " in the middle of a call" if error is None else ""
-                self._fail(PeerLost(reason), Kind.ABORT, reason)
+                self._fail(PeerLost(reason))
             else:
-                self._failure, self._failure_sent = PeerLost(reason), True
-                self._shutdown.tell(Kind.CLOSE, str(self._failure))
+                self.end.fail(PeerLost(reason))
+                self.end.has_left = True
+                self._shutdown.tell(Kind.CLOSE, reason)
                 self._shutdown.flush()
         self._lock.release()
 
@@ -554,10 +539,8 @@ def _threads(local_size: int) -> int:
 
 
 def _forked(engine: HostEngine) -> None:
-    """In a child of os.fork(): the group and the progress thread belong to the parent."""
+    """In a child of os.fork(): the thread that held the lock, or drove, is not there."""
     engine._lock, engine._progress_thread, engine.detached = threading.RLock(), None, 0
-    engine._failure_sent = True
-    engine._failure = EngineError(forked(engine.rank))
 
 
 #: engines with posted receives. They are kept alive, because the transport holds addresses in their memory. Closed and

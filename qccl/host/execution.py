@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from qccl.engine.base import Bound, Numbers, Request
+from qccl.engine.base import Bound, Request
 from qccl.engine.callbacks import WithCallbacks
 from qccl.engine.control import Header, Kind, data_nbytes_of, mismatch_error
 from qccl.errors import MismatchError, QcclError, ranks_text
@@ -26,7 +26,7 @@ class Driver(Protocol):
 
 
 class Execution(WithCallbacks):
-    """One run of a Program (interface: engine.base.Execution).
+    """One run of a Program (interface: engine.base.Execution). HostEngine.start() sets it up, and may use it again.
 
     Attributes:
         program: what it runs.
@@ -42,6 +42,13 @@ class Execution(WithCallbacks):
         *("_engine", "begun", "bound", "call", "deadline", "detached", "kept", "program", "request", "sequence"),
         "timeout",
     )
+    program: Program
+    bound: Bound
+    request: Request
+    kept: object
+    sequence: int
+    call: int
+    timeout: float
     deadline: float
 
     is_stream_ordered = False
@@ -50,19 +57,7 @@ class Execution(WithCallbacks):
     def __init__(self, engine: Driver) -> None:
         super().__init__()
         self._engine = engine
-
-    def set(
-        self, program: Program, bound: Bound, request: Request, kept: object, timeout: float, numbers: Numbers
-    ) -> None:  # fmt: skip
-        """Set up a run, and take its numbers; may be called again when the run has ended, if nobody else refers to it.
-
-        Taking the numbers comes last: before, nothing has happened.
-        """
-        self.program, self.bound, self.request, self.kept, self.timeout = program, bound, request, kept, timeout
-        self.done = self.begun = self.detached = False
-        self.sequence, self.call = numbers.sequence, numbers.calls
-        numbers.sequence += 1
-        numbers.calls += 1
+        self.begun = self.detached = False
 
     def step(self) -> bool:
         """Advance all runs of the engine a little; whether this run has ended. Never blocks for long."""

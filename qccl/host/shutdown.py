@@ -8,7 +8,7 @@ from collections.abc import Callable
 from qccl import _host
 from qccl.deadline import Deadline
 from qccl.engine.control import CALL, Header, Kind, data_nbytes
-from qccl.errors import MismatchError, QcclError, failure_text
+from qccl.errors import MismatchError, QcclError, failure_text, gave_up
 from qccl.transports.base import Transport
 
 __all__ = ["Shutdown", "leave"]
@@ -30,15 +30,12 @@ class Shutdown:
     def __init__(self, loop: _host.Loop) -> None:
         self._loop = loop
         self.left: dict[int, str] = {}
-        self._is_told = False
 
     def tell(self, kind: Kind, text: str) -> None:
-        """Begin to send this rank's last control message to all others, unless that was done before."""
-        if not self._is_told:
-            message = _packed(kind, text)
-            with contextlib.suppress(QcclError):  # of the wire; a signal handler's come after it has the message
-                self._loop.broadcast_control(message)
-            self._is_told = True
+        """Begin to send this rank's last control message to all others."""
+        message = _packed(kind, text)
+        with contextlib.suppress(QcclError):  # of the wire; a signal handler's come after it has the message
+            self._loop.broadcast_control(message)
 
     def flush(self) -> None:
         """Wait a moment until it is sent."""
@@ -79,10 +76,10 @@ class Shutdown:
 
 def leave(transport: Transport, error: BaseException) -> None:
     """Tell the others of a group that an exception keeps from the program, and that may not be connected to all."""
-    text = failure_text(transport.rank, error)
     if transport.engine is not None:
-        transport.engine.abort(text)
+        transport.engine.fail(gave_up(transport.rank, error))
         return
+    text = failure_text(transport.rank, error)
     wire = transport.wire or _host.PythonWire(transport)
     with contextlib.suppress(QcclError, ValueError, IndexError):  # a rank is not connected
         shutdown = Shutdown(_host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL))

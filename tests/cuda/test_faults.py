@@ -220,7 +220,7 @@ def test_a_failure_while_a_call_is_being_started(comm, world, cupy, monkeypatch)
 
     def fails_meanwhile(*arguments):
         wait_for_streams(*arguments)
-        comm._session.engine.abort("lost meanwhile")
+        comm._session.engine.fail(qccl.PeerLost("lost meanwhile"))
 
     monkeypatch.setattr(program, "wait_for_streams", fails_meanwhile)
     with pytest.raises(qccl.PeerLost, match="lost meanwhile"):

@@ -23,6 +23,7 @@ import qccl
 from qccl import launch, meetings
 from qccl.cuda import libraries
 from qccl.cuda import run as run_module
+from qccl.end import End
 from qccl.engine.control import Header, Kind
 from qccl.transports import rendezvous
 
@@ -461,7 +462,7 @@ def test_a_short_wait_is_not_prolonged(monkeypatch):
         clock[0] += seconds
 
     monkeypatch.setattr(run_module.time, "sleep", sleep)
-    nothing = SimpleNamespace(sweep=lambda: None, check_device=lambda: None, failure=None)
+    nothing = SimpleNamespace(sweep=lambda: None, check_device=lambda: None, end=End(0))
     deadline = SimpleNamespace(is_over=False)
     run_module.PendingRuns.wait_until(nothing, lambda: clock[0] > 0.02, deadline, "")
     assert all(seconds <= max(10e-6, min(waited / 16, 500e-6)) for waited, seconds in naps)

@@ -243,7 +243,7 @@ class Interrupting(Wrapped):
 
 
 def abort(engine, execution):
-    engine.abort("enough")
+    engine.fail(PeerLost("enough"))
 
 
 def await_the_same_call(engine, execution):

@@ -165,7 +165,7 @@ def test_a_run_that_ends_beside_bad_news_has_ended_well():
         execution.run()
         if t.rank:
             assert waits.wait(60)
-            caller.engine.abort("rank 1 gave up: out of paper")
+            caller.engine.fail(PeerLost("rank 1 gave up: out of paper"))
             return None
         with pytest.raises(PeerLost, match="out of paper"):
             caller.allreduce(x)

@@ -101,7 +101,7 @@ def test_last_words_get_out_before_a_failed_rank_lets_go(monkeypatch):
         if t.rank == 0:
             caller.begin(100)
             begun.set()
-            caller.engine.abort("rank 0 gave up: out of paper")
+            caller.engine.fail(PeerLost("rank 0 gave up: out of paper"))
             return
         assert begun.wait(60)
         time.sleep(0.2)
@@ -145,7 +145,7 @@ def test_an_abort_does_not_wait_for_a_thread_that_is_held_up(monkeypatch):
         with ThreadPoolExecutor(1) as pool:
             waits = pool.submit(caller.begin(100).run)
             assert inside.wait(60)
-            caller.engine.abort("enough")
+            caller.engine.fail(PeerLost("enough"))
             aborted.set()
             with pytest.raises(PeerLost, match=r"^enough$"):
                 waits.result(60)
@@ -189,7 +189,7 @@ def make():
     return qccl.Communicator._from_transport(LoopbackGroup(1).transport(0), timeout=5)
 
 first = make()
-atexit.register(lambda: print([comm._session.engine._failure is not None for comm in (first, second)]))
+atexit.register(lambda: print([comm._session.end.failure is not None for comm in (first, second)]))
 second = make()
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -173,14 +173,14 @@ class Rank:
         session = self.comm._session
         state, sequence = chosen.getstate(), session.numbers.sequence
         found = self.attempt(lambda: call(chosen))
-        if found is None and session.failure is None:
+        if found is None and not session.end.is_over:
             if session.numbers.sequence == sequence:
                 chosen.setstate(state)
                 self.interrupter = Interrupter()
                 found = self.attempt(lambda: call(chosen))
             else:
                 self.attempt(lambda: session.engine.wait_until_idle(self.timeout))
-        if session.failure is not None or session.engine.failure is not None:
+        if session.end.is_over:
             raise Failed
         if found:
             self.say(wrong=found)
