@@ -189,4 +189,5 @@ def test_a_pointer_is_looked_up_once_for_each_allocation(comm, world, cupy):
         qccl.quantized_allreduce(address, out.ptr, 1000, "float32", "sum", comm)
     world.memory[address] = block
     qccl.quantized_allreduce(address, out.ptr, 1000, "float32", "sum", comm)
+    comm.check()  # before the memory goes
     assert again.number != block.number
