@@ -32,6 +32,7 @@ class Watchdog:
         self._engine = weakref.ref(engine)
         self._device, self._name = device, f"qccl watchdog of rank {rank}"
         self._wakeup = threading.Event()
+        self._kept: list[_Watched | None] = []  # the engine, from the start of a run until the thread keeps it
         self._thread: threading.Thread | None = None
 
     def wake(self) -> None:
@@ -39,10 +40,14 @@ class Watchdog:
         self._wakeup.set()
 
     def start(self) -> None:
-        """Start the thread if there is none, and watch now."""
+        """Start the thread if there is none, and watch now: a run was added, until whose end the engine lives."""
+        self._kept[:] = [self._engine()]
         if self._thread is None:
             self._thread = threading.Thread(
-                target=_watch, args=(self._engine, self._device, self._wakeup), name=self._name, daemon=True
+                target=_watch,
+                args=(self._engine, self._kept, self._device, self._wakeup),
+                name=self._name,
+                daemon=True,
             )
             threads.start(self._thread)
         if not self._wakeup.is_set():
@@ -59,13 +64,16 @@ class Watchdog:
         return self._thread is not None
 
 
-def _watch(reference: weakref.ref[_Watched], device: int, wakeup: threading.Event) -> None:
+def _watch(reference: weakref.ref[_Watched], kept: list[_Watched | None], device: int, wakeup: threading.Event) -> None:
     """The thread. Its relaxed capture mode leaves captures of other threads intact."""
     gpu = cuda_libraries()
     gpu.runtime.setDevice(device)
     gpu.bindings.cuThreadExchangeStreamCaptureMode(gpu.bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
     engine = reference()
-    while engine is not None and engine.watch():
+    while engine is not None:
+        kept.clear()  # before has_pending_runs(), which finds the runs that kept the engine so far
+        if not engine.watch():
+            break
         if not engine.has_pending_runs():  # while one is, the thread keeps the engine, which keeps the runs' memory
             del engine
         wakeup.wait(_IDLE_SECONDS)
