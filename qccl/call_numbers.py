@@ -27,7 +27,8 @@ class Numbers:
 
     def go_back(self, call: int) -> None:
         """Let ``call`` be the next that draws random numbers: what was numbered since then has changed no result."""
-        self.calls = min(self.calls, call)
+        if call < self.calls:
+            self.calls = call
 
     def go_on(self, call: int) -> None:
         """Continue with ``call``, as after a restart."""
