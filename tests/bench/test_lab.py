@@ -205,7 +205,7 @@ def test_what_a_lab_cannot_be() -> None:
         lab.shaped_nbytes("no-such-namespace")
 
 
-def test_control_c_on_a_terminal_restores_it() -> None:
+def test_control_c_on_a_terminal() -> None:
     master, slave = pty.openpty()
     before = termios.tcgetattr(slave)
 
@@ -217,13 +217,11 @@ def test_control_c_on_a_terminal_restores_it() -> None:
         [*COMMAND, *LONG], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave, preexec_fn=take_terminal
     )
     try:
-        seen = read_until(master, b"out of place", 30)
+        read_until(master, b"(B/rank)", 30)  # the end of the table's header
         os.write(master, b"\x03")
-        seen += read_until(master, b"stopped", 60)
+        read_until(master, b"stopped", 60)
         process.wait(timeout=20)
         assert process.returncode == 130
-        bar = max(seen.rfind(b"[#"), seen.rfind(b"[."))
-        assert bar >= 0 and b"\r\x1b[K" in seen[bar:]  # the last bar was erased
         assert termios.tcgetattr(slave) == before
         assert traces(process.pid) == [] and workers(process.pid) == []
     finally:
@@ -233,14 +231,13 @@ def test_control_c_on_a_terminal_restores_it() -> None:
         os.close(slave)
 
 
-def read_until(master: int, wanted: bytes, seconds: float) -> bytes:
-    """The terminal's output until it contains ``wanted``."""
+def read_until(master: int, wanted: bytes, seconds: float) -> None:
+    """Read the terminal's output until it contains ``wanted``."""
     seen, limit = b"", patience.Limit(seconds)
     while wanted not in seen and limit.left():
         if select.select([master], [], [], 0.2)[0]:
             seen += os.read(master, 1 << 16)
     assert wanted in seen, seen
-    return seen
 
 
 @pytest.mark.parametrize("link_per_rank", [False, True])
