@@ -42,13 +42,15 @@ _ON_REQUEST = ("every_arch", "every_size", "every_interruption", "every_wheel", 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the folders of frameworks. Leave out the tests that run on request only; the longest files start first.
+    """Mark what needs frameworks or CuPy. Leave out the tests that run on request only; the longest files start first.
 
     So at the end no worker is left alone with a long file.
     """
     for item in items:
         if item.path.is_relative_to(_TESTS / "torch") or item.path.is_relative_to(_TESTS / "jax"):
             item.add_marker("frameworks")
+        if "cupy" in getattr(item, "fixturenames", ()):
+            item.add_marker("cupy")
     left_out = [name for name in _ON_REQUEST if name not in config.getoption("markexpr")]
     config.hook.pytest_deselected(items=[item for item in items if any(map(item.get_closest_marker, left_out))])
     items[:] = [item for item in items if not any(map(item.get_closest_marker, left_out))]

@@ -67,6 +67,7 @@ def test_a_momentum_that_overflows_does_not_spoil_later_calls(case: Case) -> Non
 
 
 @pytest.mark.parametrize("case", with_state("onebit:bucket=64,reconstruct=mean+ef"), ids=str)
+@pytest.mark.cupy
 def test_chunks_and_engines_do_not_matter(case: Case) -> None:
     inputs = case.inputs()
     wanted = qccl.run_ranks(4, partial(run, case, inputs))
@@ -103,6 +104,7 @@ def assert_same_runs(found: list, wanted: list) -> None:
         assert {k: v.tobytes() for k, v in values.items()} == {k: v.tobytes() for k, v in values_expected.items()}
 
 
+@pytest.mark.cupy
 def test_peer_exchange_on_the_device() -> None:
     """With momentum, which overflows once; other tests of the device have it in all-reduces."""
 

@@ -250,6 +250,7 @@ def test_a_step_asks_cuda_for_errors_until_the_run_has_ended():
     assert run.step() and asked == ["flags", "CUDA", "flags"]
 
 
+@pytest.mark.cupy
 def test_a_repeated_call_runs_few_functions() -> None:
     """Of CUDA and NCCL exactly those that two rounds need; of qccl's own not many more than now."""
     with dispatch.silent() as comm:

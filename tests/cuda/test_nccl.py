@@ -250,6 +250,7 @@ def test_without_cuda_there_is_one_clear_error():
         assert comm.backend == "host"
 
 
+@pytest.mark.cupy
 def test_what_is_missing_is_named(world):
     with fake_cuda.installed(world, fake_kernels.work) as cupy, pytest.MonkeyPatch.context() as monkeypatch:
         assert libraries.missing() == []

@@ -161,6 +161,7 @@ def carried(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.quick
+@pytest.mark.cupy
 def test_a_call_that_is_killed_keeps_its_figures(carried):
     """A section has told a part and hangs; timeout(1) ends the call, and with it the section's process."""
     run = carried("--run", "first", QCCL_FAKE_HANGS="probe")
