@@ -409,7 +409,7 @@ class Communicator(Collectives):
 
         Raises PeerLost on a rank that the others leave out; CollectiveTimeout if the ranks that answer are neither all
         that have not ended, nor more than half of this communicator's, nor half with rank 0, because the others might
-        form a group, too; EngineError for other transports. shrink() may then be called again.
+        form a group, too; EngineError for transports other than UCX and wan. shrink() may then be called again.
         """
         timeout = self.timeout if timeout is None else timeout_of(timeout)
         self._session.check_process()

@@ -1,4 +1,4 @@
-"""What builds the lab: the tools ``ip`` and ``tc``, and network namespaces from inside this process.
+"""The tools ``ip`` and ``tc``, which build the lab, and network namespaces from inside this process.
 
 A thread enters a namespace, and the sockets that it opens stay there.
 """

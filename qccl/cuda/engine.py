@@ -270,7 +270,7 @@ class CudaEngine:
                 self._enqueuing.release()
 
     def retire(self, error: QcclError) -> None:
-        """As fail(): no transport of device memory makes another group."""
+        """Same as fail(): no transport of device memory makes another group."""
         self.fail(error)
 
     def recover(self) -> None:

@@ -75,7 +75,7 @@ class CudaRun(WithCallbacks):
         return self.header.call_text
 
     def record(self) -> CallRecord:
-        """What is known of it now."""
+        """The run's record, as far as it is known now."""
         begun = self.deadline.begun
         state: State = "ended" if self.ended is not None else "queued" if begun is None else "under way"
         return CallRecord(self.header.sequence, self.call, self.header.text, state, begun, self.ended)

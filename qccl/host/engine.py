@@ -224,7 +224,7 @@ class HostEngine:
         return HostRig()
 
     def retire(self, error: QcclError) -> None:
-        """As fail(), but a rank that is still in a call that this rank has ended gets the rest of its messages.
+        """Do fail(), but send the rest of its messages to a rank that is still in a call that this rank has ended.
 
         So nothing must be under way here; otherwise, and after a failure, this is fail(). The transport stays open,
         and whoever made the engine goes on driving it.
