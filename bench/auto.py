@@ -21,9 +21,9 @@ import click
 from matplotlib.figure import Figure
 from runs import begun, measured_on, rewrite_table, run_ranks, store, table, todays
 
+from qccl.base.scalars import parse_seconds
 from qccl.bench.network import NetworkOptions
 from qccl.bench.params import format_size
-from qccl.scalars import parse_seconds
 
 _ROOT = Path(__file__).parent.parent
 _SCRIPT = str(Path(__file__).parent / "auto_rank.py")

@@ -22,9 +22,9 @@ import click
 from runs import document_table, machine, print_table, rewrite_table, run_ranks, store, todays
 
 from qccl import codecs
+from qccl.base.scalars import parse_seconds
 from qccl.bench.network import NetworkOptions
 from qccl.bench.params import parse_link, parse_loss, parse_size
-from qccl.scalars import parse_seconds
 
 _SCRIPT = str(Path(__file__).parent / "congestion_rank.py")
 #: a transport of this table alone: as many plain sockets as --connections

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import qccl
-from qccl.cuda.source import BEGIN_KERNEL, END_KERNEL
+from qccl.engine.cuda.source import BEGIN_KERNEL, END_KERNEL
 
 _TREE = Path(__file__).resolve().parent.parent
 _COUNT = (1 << 20) // 4
@@ -81,7 +81,7 @@ def silent() -> Iterator[qccl.Communicator]:
     world = fake_cuda.World()
     with fake_cuda.installed(world, lambda *_: None) as cupy:
         _silence(world, cupy)
-        from qccl.cuda import CudaBackend
+        from qccl.engine.cuda import CudaBackend
 
         with qccl.Communicator._from_transport(_transport(), 60.0, CudaBackend) as comm:
             yield comm
@@ -129,7 +129,7 @@ def _function(name: str, answer: object) -> Callable[..., Any]:
 
 def _transport() -> Any:
     """Rank 0 of two of an NCCL communicator that does nothing."""
-    from qccl.cuda.nccl import NcclTransport
+    from qccl.engine.cuda.nccl import NcclTransport
 
     class Silent(NcclTransport):
         def __init__(self) -> None:

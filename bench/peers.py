@@ -31,9 +31,9 @@ import click
 from peer_report import draw, report
 from runs import begun, rewrite_table, store, todays
 
+from qccl.base.scalars import parse_seconds
 from qccl.bench.params import parse_rate, parse_size
 from qccl.bench.start import free_port
-from qccl.scalars import parse_seconds
 
 _ROOT = Path(__file__).parent.parent
 _ENVIRONMENTS = _ROOT / "build" / "peers"

@@ -23,12 +23,12 @@ from typing import Any
 import click
 from runs import allreduce, begun, measured_on, rewrite_table, store, table, todays
 
-from qccl import dtypes
+from qccl.base import dtypes
+from qccl.base.scalars import parse_seconds
 from qccl.bench.calls import Case
 from qccl.bench.params import codec_of, format_size, parse_link
 from qccl.bench.simulated import Constants, Machines, Processor, simulated
 from qccl.bench.speed import measure_speed
-from qccl.scalars import parse_seconds
 
 #: links with their delays
 NETWORKS = "100mbit,1gbit,100mbit 25ms,1gbit 5ms"

@@ -10,9 +10,9 @@ from typing import Any
 
 from runs import NOT_MEASURED, measured_on, table
 
+from qccl.base.scalars import parse_seconds
 from qccl.bench.network import NetworkOptions
 from qccl.bench.params import parse_link, parse_loss
-from qccl.scalars import parse_seconds
 
 __all__ = ["FIRST", "LONG", "OURS", "THEIRS", "TUNED", "computation", "draw", "headline", "network_of", "paragraphs"]
 

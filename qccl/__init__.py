@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qccl import codecs
-    from qccl.communicator import Communicator
-    from qccl.cuda.nccl import get_unique_id
-    from qccl.decentralized import LowPrecisionDecentralized
-    from qccl.diloco import DiLoCo
-    from qccl.launch import init, join
-    from qccl.plan import Plan
-    from qccl.pointers import hierarchical_allreduce, peer_exchange, quantized_allreduce
-    from qccl.ranks import run_ranks
-    from qccl.saved import load_state, save_state
-    from qccl.work import Work
+    from qccl.communicator.communicator import Communicator
+    from qccl.communicator.launch import init, join
+    from qccl.communicator.plan import Plan
+    from qccl.communicator.pointers import hierarchical_allreduce, peer_exchange, quantized_allreduce
+    from qccl.communicator.ranks import run_ranks
+    from qccl.communicator.saved import load_state, save_state
+    from qccl.communicator.work import Work
+    from qccl.engine.cuda.nccl import get_unique_id
+    from qccl.training.decentralized import LowPrecisionDecentralized
+    from qccl.training.diloco import DiLoCo
 
-from qccl.errors import (
+from qccl.base import __version__ as __version__
+from qccl.base.errors import (
     ArgumentError,
     CodecError,
     CollectiveTimeout,
@@ -35,8 +36,6 @@ from qccl.errors import (
     PeerLost,
     QcclError,
 )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
@@ -65,20 +64,20 @@ __all__ = [
 ]
 
 _HOME = {
-    "Communicator": "qccl.communicator",
-    "DiLoCo": "qccl.diloco",
-    "LowPrecisionDecentralized": "qccl.decentralized",
-    "Plan": "qccl.plan",
-    "Work": "qccl.work",
-    "get_unique_id": "qccl.cuda.nccl",
-    "hierarchical_allreduce": "qccl.pointers",
-    "peer_exchange": "qccl.pointers",
-    "init": "qccl.launch",
-    "join": "qccl.launch",
-    "quantized_allreduce": "qccl.pointers",
-    "run_ranks": "qccl.ranks",
-    "load_state": "qccl.saved",
-    "save_state": "qccl.saved",
+    "Communicator": "qccl.communicator.communicator",
+    "DiLoCo": "qccl.training.diloco",
+    "LowPrecisionDecentralized": "qccl.training.decentralized",
+    "Plan": "qccl.communicator.plan",
+    "Work": "qccl.communicator.work",
+    "get_unique_id": "qccl.engine.cuda.nccl",
+    "hierarchical_allreduce": "qccl.communicator.pointers",
+    "peer_exchange": "qccl.communicator.pointers",
+    "init": "qccl.communicator.launch",
+    "join": "qccl.communicator.launch",
+    "quantized_allreduce": "qccl.communicator.pointers",
+    "run_ranks": "qccl.communicator.ranks",
+    "load_state": "qccl.communicator.saved",
+    "save_state": "qccl.communicator.saved",
 }
 
 
@@ -86,7 +85,7 @@ def __getattr__(name: str) -> Any:
     if name == "codecs":
         return import_module("qccl.codecs")
     if name not in _HOME:
-        from qccl.removed import missing
+        from qccl.base.removed import missing
 
         raise missing("qccl", name)
     value = globals()[name] = getattr(import_module(_HOME[name]), name)

@@ -102,7 +102,7 @@ def threads_end() -> Iterator[None]:
 @pytest.fixture
 def executions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The executions that the host engine makes from now on."""
-    from qccl.host.execution import Execution
+    from qccl.engine.host.execution import Execution
 
     found, usual = [], Execution.__init__
 

@@ -11,8 +11,8 @@ from old_trainings import FOLDER, SIZE, TRAININGS, check_goes_on
 
 import qccl
 from qccl.bench.cli import main
-from qccl.costs.group import GroupProfile
-from qccl.records import read_record
+from qccl.communicator.profile import GroupProfile
+from qccl.observe.records import read_record
 
 RECORDS = sorted(FOLDER.glob("*-rank-*.json"))
 

@@ -5,7 +5,7 @@
 // bit that is not set separates two parts. 64 of 4,096 indices take 6 lower bits each and a bitmap of 127 bits.
 #pragma once
 
-#include "../bucket.h"
+#include "../shared/bucket.h"
 
 namespace QCCL_NAMESPACE {
 

@@ -1,7 +1,7 @@
 // The number of elements that the sparse codecs keep.
 #pragma once
 
-#include "../bucket.h"
+#include "../shared/bucket.h"
 
 namespace QCCL_NAMESPACE {
 

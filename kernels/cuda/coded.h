@@ -17,7 +17,7 @@
 //   has_nan<T, S>(meta, x)               // whether any of the decoded values is NaN; the bytes may be any
 #pragma once
 
-#include "../random.h"
+#include "../shared/random.h"
 #include "codes.h"
 
 namespace QCCL_NAMESPACE {

@@ -6,7 +6,7 @@
 // global memory are wide.
 #pragma once
 
-#include "../pack.h"
+#include "../shared/pack.h"
 #include "tile.h"
 
 namespace QCCL_NAMESPACE {

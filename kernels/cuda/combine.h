@@ -1,7 +1,7 @@
 // How a reduction combines two terms.
 #pragma once
 
-#include "../numeric.h"
+#include "../shared/numeric.h"
 
 namespace QCCL_NAMESPACE {
 

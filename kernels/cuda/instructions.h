@@ -1,7 +1,7 @@
 // Faster instructions for functions of the shared headers, and reductions over the lanes of a warp.
 #pragma once
 
-#include "../numeric.h"
+#include "../shared/numeric.h"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #define QCCL_SM80 1

@@ -1,11 +1,11 @@
-// The arguments of a launch: plain data; qccl/cuda/source.py has the same layouts.
+// The arguments of a launch: plain data; qccl/engine/cuda/source.py has the same layouts.
 //
 // Jobs are constant for the life of a plan and lie in device memory. A launch does all jobs of one kind; the codec and the
 // element type are template arguments of its kernel. Jobs name buffers by number (see Memory). The grid has one dimension:
 // the blocks of the first job, then those of the second, and so on; a table says which is which.
 #pragma once
 
-#include "../numeric.h"
+#include "../shared/numeric.h"
 
 namespace QCCL_NAMESPACE {
 
@@ -90,9 +90,9 @@ struct Memory {
 };
 
 static_assert(sizeof(BufferRef) == 16 && sizeof(EncodeJob) == 64 && sizeof(DecodeJob) == 64 && sizeof(ReduceJob) == 104,
-              "qccl/cuda/source.py has these sizes");
-static_assert(sizeof(StateJob) == 176, "qccl/cuda/source.py has this size");
-static_assert(sizeof(Parameters) == 64 && sizeof(Memory) == 256, "qccl/cuda/source.py has these sizes");
+              "qccl/engine/cuda/source.py has these sizes");
+static_assert(sizeof(StateJob) == 176, "qccl/engine/cuda/source.py has this size");
+static_assert(sizeof(Parameters) == 64 && sizeof(Memory) == 256, "qccl/engine/cuda/source.py has these sizes");
 
 QCCL_FN BlockOfJob this_block(const Parameters& parameters) { return parameters.blocks[blockIdx.x]; }
 

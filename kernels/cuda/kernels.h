@@ -6,7 +6,7 @@
 // (--fmad=false) and with subnormals.
 #pragma once
 
-#include "../codecs.h"
+#include "../codecs/all.h"
 #include "bucket.h"
 #include "combine.h"
 #include "run.h"
@@ -101,7 +101,7 @@ constexpr bool kStateful = true;
 template <>
 constexpr bool kStateful<NoState> = false;
 
-// Adds the own values to the total, with momentum if the job has it (../state.h).
+// Adds the own values to the total, with momentum if the job has it (../shared/state.h).
 template <class T, class S, Pass P, Combine Op, bool Stateful>
 QCCL_FN void combine_own(const u8* own, const StateJob* state, const Memory& memory, const Unit& unit, Values<T, S>& total) {
   const float* old = Stateful ? elements_of<Float32>(memory, state->momentum, 0) : nullptr;

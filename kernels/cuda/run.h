@@ -1,4 +1,4 @@
-// The kernels with which every run begins and ends. They tell the host, through words in pinned memory (qccl/cuda/flags.py),
+// The kernels with which every run begins and ends. They tell the host, through words in pinned memory (qccl/engine/cuda/flags.py),
 // how far the runs are, so that the watchdog need not call CUDA; and a run that ends after a failure poisons its results.
 #pragma once
 

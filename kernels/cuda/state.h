@@ -1,7 +1,7 @@
-// Reductions with state (../state.h), bucket by bucket for every codec, and the commit of new state at the end of a run.
+// Reductions with state (../shared/state.h), bucket by bucket for every codec, and the commit of new state at the end of a run.
 #pragma once
 
-#include "../state.h"
+#include "../shared/state.h"
 #include "bucket.h"
 
 namespace QCCL_NAMESPACE {

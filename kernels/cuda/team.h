@@ -1,9 +1,9 @@
-// The team that runs a codec's functions (../bucket.h) on the device: all threads of a block, each on every 256th element.
+// The team that runs a codec's functions (../shared/bucket.h) on the device: all threads of a block, each on every 256th element.
 // All threads call each function.
 #pragma once
 
-#include "../bucket.h"
-#include "../pack.h"
+#include "../shared/bucket.h"
+#include "../shared/pack.h"
 #include "instructions.h"
 #include "jobs.h"
 

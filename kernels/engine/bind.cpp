@@ -10,10 +10,10 @@
 #include <system_error>
 
 #include "loop.h"
-#include "mixed.h"
-#include "mpi.h"
-#include "ucx.h"
-#include "wan.h"
+#include "../wires/mixed.h"
+#include "../wires/mpi.h"
+#include "../wires/ucx.h"
+#include "../wires/wan/wire.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -140,7 +140,7 @@ void translate(const std::exception_ptr& error, void*) {
   try {
     std::rethrow_exception(error);
   } catch (const MessageError& found) {
-    PyErr_SetString(nb::module_::import_("qccl.errors").attr("MismatchError").ptr(), found.what());
+    PyErr_SetString(nb::module_::import_("qccl.base.errors").attr("MismatchError").ptr(), found.what());
   } catch (const std::system_error& found) {
     PyErr_SetObject(PyExc_OSError, nb::make_tuple(found.code().value(), found.what()).ptr());
   }

@@ -1,4 +1,4 @@
-// The inner loop of the host engine (qccl/host/engine.py). All runs under way on one transport advance together,
+// The inner loop of the host engine (qccl/engine/host/engine.py). All runs under way on one transport advance together,
 // whichever the caller waits for, because another rank may be waiting for another one.
 #pragma once
 

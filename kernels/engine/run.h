@@ -9,7 +9,7 @@
 
 #include "steps.h"
 #include "tally.h"
-#include "wire.h"
+#include "../wires/wire.h"
 
 namespace qccl {
 

@@ -1,7 +1,7 @@
 // The loops that serve every codec: one bucket after the other, with its values in scratch as fp32.
 #pragma once
 
-#include "../state.h"
+#include "../shared/state.h"
 #include "blocking.h"
 #include "kernel_args.h"
 #include "combine.h"

@@ -2,7 +2,7 @@
 // more, which the meta section provides; stores write exactly their bytes.
 #pragma once
 
-#include "../pack.h"
+#include "../shared/pack.h"
 #include "lanes.h"
 
 namespace QCCL_NAMESPACE {

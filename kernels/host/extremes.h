@@ -1,7 +1,7 @@
 // The least and the greatest of many values, in the order of order_key().
 #pragma once
 
-#include "../numeric.h"
+#include "../shared/numeric.h"
 #include "lanes.h"
 
 namespace QCCL_NAMESPACE {

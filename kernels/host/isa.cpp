@@ -1,7 +1,7 @@
 // The table of all codecs' loops, compiled once per instruction set. Each time has its own QCCL_NAMESPACE, so that the
 // linker cannot merge functions of different instruction sets.
 #define QCCL_HOST_LOOPS
-#include "../codecs.h"
+#include "../codecs/all.h"
 #include "bucket_loops.h"
 
 namespace QCCL_NAMESPACE {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../parameters.h"
+#include "../shared/parameters.h"
 
 namespace qccl {
 

@@ -2,7 +2,7 @@
 // vector extensions, and intrinsics where the compiler does not find the instruction.
 #pragma once
 
-#include "../numeric.h"
+#include "../shared/numeric.h"
 
 #if defined(__SSE2__)
 #include <immintrin.h>

@@ -10,11 +10,11 @@
 #include <cstring>
 
 #include "../engine/bind.h"
-#include "call_table.h"
+#include "../arrays/call_table.h"
 #include "choose_isa.h"
-#include "dlpack.h"
+#include "../arrays/dlpack.h"
 #include "factors.h"
-#include "mappings.h"
+#include "../arrays/mappings.h"
 #include "operations.h"
 
 namespace nb = nanobind;
@@ -85,7 +85,7 @@ struct CallbackCodec final : qccl::Codec {
 
 void bind_codecs(nb::module_& m) {
   nb::class_<qccl::Codec>(m, "Codec", "A codec's loops with its parameters.");
-  nb::class_<qccl::CompiledCodec, qccl::Codec>(m, "CompiledCodec", "A codec of kernels/codecs.h, by its name there.")
+  nb::class_<qccl::CompiledCodec, qccl::Codec>(m, "CompiledCodec", "A codec of kernels/codecs/all.h, by its name there.")
       .def(nb::init<const std::string&, std::uint64_t, std::uint64_t, const std::vector<std::uint32_t>&>(), "name"_a,
            "bucket"_a, "seed"_a, "options"_a)
       .def("wire_nbytes", &qccl::CompiledCodec::wire_nbytes, "count"_a, "dtype_code"_a, "Bytes of a wire.");

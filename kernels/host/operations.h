@@ -46,7 +46,7 @@ struct Codec {
   virtual void reduce(const ReduceArgs&) const = 0;
 };
 
-// A codec of the registry (../codecs.h), by its name there.
+// A codec of the registry (../codecs/all.h), by its name there.
 class CompiledCodec final : public Codec {
  public:
   CompiledCodec(const std::string& name, std::uint64_t bucket, std::uint64_t seed,

@@ -1,13 +1,13 @@
-// The team that runs a codec's functions (../bucket.h) on the host: one thread, whose loops the compiler vectorises.
+// The team that runs a codec's functions (../shared/bucket.h) on the host: one thread, whose loops the compiler vectorises.
 #pragma once
 
-#include "../bucket.h"
+#include "../shared/bucket.h"
 #include "codes.h"
 #include "blocking.h"
 
 namespace QCCL_NAMESPACE {
 
-// The lanes of a sum (../bucket.h); a pair has two arrays.
+// The lanes of a sum (../shared/bucket.h); a pair has two arrays.
 template <class Number>
 struct SumLanes {
   using Value = Number;
@@ -87,7 +87,7 @@ class HostTeam {
     return number;
   }
 
-  // Packs code(i) of n elements, Bits each, as in ../pack.h. Separate loops compute and pack the codes, because the
+  // Packs code(i) of n elements, Bits each, as in ../shared/pack.h. Separate loops compute and pack the codes, because the
   // compiler vectorises those.
   template <int Bits, class Code>
   QCCL_MEMBER void pack(u32 n, const Code& code, u8* to) const {

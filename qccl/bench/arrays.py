@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from qccl.base.dtypes import DType
 from qccl.bench import data
 from qccl.bench.plain import plain_allreduce, plain_nccl_allreduce
 from qccl.codecs.operations import instruction_set
-from qccl.cuda.libraries import cuda_libraries, on_device
-from qccl.dtypes import DType
+from qccl.engine.cuda.libraries import cuda_libraries, on_device
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from qccl.communicator import Communicator
+    from qccl.communicator.communicator import Communicator
     from qccl.transports.base import DeviceTransport
 
 __all__ = ["Arrays", "CudaArrays", "Guarded", "HostArrays", "arrays_of"]

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qccl import codecs, dtypes
+from qccl import codecs
+from qccl.base import dtypes
+from qccl.base.dtypes import DType
+from qccl.base.errors import ArgumentError, CodecError
 from qccl.bench import data, reference
 from qccl.bench.arrays import Arrays
 from qccl.bench.options import DTYPES, KINDS, Options, neighbours
@@ -32,15 +35,13 @@ from qccl.collectives import (
     spec_of_plan,
 )
 from qccl.collectives.operands import ranks_by_node
-from qccl.dtypes import DType
-from qccl.errors import ArgumentError, CodecError
-from qccl.plan import Plan
-from qccl.schedule import Schedule, buffer_name
+from qccl.collectives.schedule import Schedule, buffer_name
+from qccl.communicator.plan import Plan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from qccl.communicator import Communicator
+    from qccl.communicator.communicator import Communicator
 
 __all__ = [
     "Case",

@@ -15,8 +15,8 @@ import numpy as np
 from qccl.bench import data, reference
 from qccl.bench.calls import PlainCall
 from qccl.bench.options import KINDS, neighbours
-from qccl.chunks import ChunkPolicy
 from qccl.codecs.floats import to_float32
+from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.partitions import partition
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from qccl.bench.arrays import Guarded
     from qccl.bench.calls import QuantizedCall
-    from qccl.communicator import Communicator
+    from qccl.communicator.communicator import Communicator
 
     AnyCall = QuantizedCall | PlainCall
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-import qccl
-from qccl import removed
+from qccl.base import __version__, removed
+from qccl.base.errors import QcclError
 from qccl.bench.codec import codec
 from qccl.bench.collective import command
 from qccl.bench.doctor import doctor
@@ -41,12 +41,12 @@ class _Commands(click.Group):
             if instead := removed.FLAGS.get(f"{command} {name}") or removed.FLAGS.get(name):
                 raise click.UsageError(f"there is no {name} any more; {instead}", error.ctx) from None
             raise
-        except qccl.QcclError as error:
+        except QcclError as error:
             raise click.ClickException(f"{type(error).__name__}: {error}") from error
 
 
 @click.group(cls=_Commands, epilog=columns_help(), context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(qccl.__version__, prog_name="qccl-bench")
+@click.version_option(__version__, prog_name="qccl-bench")
 def main() -> None:
     """Measure what compressed collectives gain on this machine and this network."""
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import click
 
-import qccl
-from qccl import codecs, dtypes
+from qccl import codecs
+from qccl.base import __version__, dtypes
+from qccl.base.dtypes import DType
 from qccl.bench.options import DTYPES
 from qccl.bench.params import (
     AT_LEAST_0,
@@ -29,7 +30,6 @@ from qccl.bench.params import (
 )
 from qccl.codecs import Codec
 from qccl.codecs.operations import Operations, copy, instruction_set
-from qccl.dtypes import DType
 
 __all__ = ["DEFAULT_CODECS", "Speed", "codec", "measure_codec", "time_operations"]
 
@@ -107,10 +107,10 @@ def codec(
         raise click.ClickException(f"the host extension cannot be loaded ({error}); install qccl again") from error
     if size < 4:
         raise click.UsageError(f"-b {size} has no whole element; give 4 or more")
-    click.echo(f"# qccl-bench {qccl.__version__} codec, {size} bytes, {iters} passes, kernels for {isa}, one core\n#")
+    click.echo(f"# qccl-bench {__version__} codec, {size} bytes, {iters} passes, kernels for {isa}, one core\n#")
     click.echo("\n".join(_header()))
     results: list[dict[str, Any]] = []
-    document = {"qccl_version": qccl.__version__, "isa": isa, "threads": 1, "results": results}
+    document = {"qccl_version": __version__, "isa": isa, "threads": 1, "results": results}
     for spec, name in itertools.product(specs, names):
         dtype = dtypes.get(DTYPES[name])
         speed = measure_codec(codec_of(spec), dtype, size, iters, warmup_iters)

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-import qccl
+from qccl.base.errors import ArgumentError, CodecError
 from qccl.bench.calls import check_calls
 from qccl.bench.lab import obstacle
 from qccl.bench.launched import LaunchedCommand
@@ -30,7 +30,7 @@ from qccl.bench.params import (
 from qccl.bench.processes import exit_status
 from qccl.bench.start import choose_way, run_ranks
 from qccl.collectives.hierarchical import LAYOUTS
-from qccl.launchers import Launcher, detect
+from qccl.meeting.launchers import Launcher, detect
 from qccl.transports.choice import TRANSPORTS
 
 __all__ = ["check_sizes", "command"]
@@ -168,7 +168,7 @@ def _check_calls(options: Options, size: int) -> None:
     """Raise UsageError if a call of the run is impossible on ``size`` ranks."""
     try:
         check_calls(options, size)
-    except (qccl.ArgumentError, qccl.CodecError) as error:
+    except (ArgumentError, CodecError) as error:
         raise click.UsageError(str(error)) from error
 
 

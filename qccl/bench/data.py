@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qccl.base.dtypes import DType
 from qccl.codecs.floats import from_float32, storage
-from qccl.dtypes import DType
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

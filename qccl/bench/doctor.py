@@ -13,7 +13,10 @@ from typing import Any
 import click
 import numpy as np
 
-import qccl
+from qccl.base import __version__
+from qccl.base.dtypes import FLOAT32
+from qccl.base.errors import ArgumentError, QcclError
+from qccl.base.scalars import parse_seconds
 from qccl.bench.launched import LaunchedCommand
 from qccl.bench.network import parse_delay
 from qccl.bench.params import (
@@ -29,10 +32,8 @@ from qccl.bench.params import (
 from qccl.bench.speed import Speed, measure_speed
 from qccl.bench.steps import FP16, FP32, Cost, Step, constants_of, cost_of, rate_of
 from qccl.bench.training import estimated
-from qccl.dtypes import FLOAT32
-from qccl.errors import ArgumentError, QcclError
-from qccl.launchers import detect
-from qccl.scalars import parse_seconds
+from qccl.communicator.launch import init
+from qccl.meeting.launchers import detect
 
 __all__ = ["SHOWN", "doctor", "recommendation"]
 
@@ -188,7 +189,7 @@ def _measured_network(processors: float) -> Network:
     times.
     """
     try:
-        with qccl.init("host") as comm:
+        with init("host") as comm:
             x = np.zeros(_LAST_NBYTES // FLOAT32.itemsize, np.float32)
 
             def timed(nbytes: int, algorithm: str, times: int) -> tuple[float, float]:
@@ -233,7 +234,7 @@ def _report(step: Step, network: Network, specs: Sequence[str], load: float, pat
     ):
         click.echo(line)
     if path is not None:
-        about = {"qccl_version": qccl.__version__, "step": asdict(step), "network": asdict(network)}
+        about = {"qccl_version": __version__, "step": asdict(step), "network": asdict(network)}
         found = {"recommendation": recommendation(costs), "costs": [asdict(cost) for cost in costs], "doubts": doubts}
         write_json(path, about | found)
         click.echo(f"# Wrote {path}")
@@ -294,7 +295,7 @@ def _head(step: Step, network: Network) -> Iterator[str]:
     own = step.computation
     total, arrays = sum(g.count for g in own.gradients), len(own.gradients)
     yield (
-        f"# qccl-bench {qccl.__version__} doctor: {total} gradients in {arrays} array{'s' if arrays > 1 else ''} "
+        f"# qccl-bench {__version__} doctor: {total} gradients in {arrays} array{'s' if arrays > 1 else ''} "
         f"({total * FLOAT32.itemsize / 1e6:.1f} MB as float32), {step.ranks} ranks"
     )
     link = f"{step.rate * 8e-6:.4g} Mbit/s in each direction of a rank"

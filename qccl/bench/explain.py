@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import click
 
+from qccl.base.errors import ArgumentError
 from qccl.bench.verdict import findings, names
-from qccl.errors import ArgumentError
-from qccl.records import GroupRecord, read_record
-from qccl.transports.strangers import printable
+from qccl.meeting.strangers import printable
+from qccl.observe.records import GroupRecord, read_record
 
 __all__ = ["explain", "explained"]
 

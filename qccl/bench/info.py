@@ -13,16 +13,17 @@ from pathlib import Path
 
 import click
 
-import qccl
+from qccl.base import __version__
+from qccl.base.errors import EngineError, QcclError
 from qccl.bench import lab
 from qccl.bench.mpiexec import INSTALL, find_mpiexec
 from qccl.bench.start import obstacle
 from qccl.codecs.operations import instruction_set, usable_instruction_sets
-from qccl.errors import EngineError, QcclError
-from qccl.launchers import Launcher, detect
-from qccl.transports import tls, ucx
+from qccl.meeting import tls
+from qccl.meeting.launchers import Launcher, detect
+from qccl.meeting.secret import is_insecure, token_key
+from qccl.transports import ucx
 from qccl.transports.choice import Offer, choose, refusal_of_mpi, wanted_transport
-from qccl.transports.secret import is_insecure, token_key
 from qccl.transports.wan import memory_obstacle
 
 __all__ = ["info"]
@@ -49,7 +50,7 @@ def info() -> None:
 
 def _facts() -> Iterator[tuple[str, str]]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield "qccl", qccl.__version__
+    yield "qccl", __version__
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}, {cores} cores"
     yield "numpy", _version("numpy") or "no: install numpy"
     yield "host engine", _host()
@@ -83,7 +84,7 @@ def _host() -> str:
 
 
 def _cuda() -> str:
-    from qccl.cuda import libraries
+    from qccl.engine.cuda import libraries
 
     lacking = libraries.missing()
     if lacking:
@@ -92,7 +93,7 @@ def _cuda() -> str:
 
 
 def _cuda_parts() -> str:
-    from qccl.cuda import libraries
+    from qccl.engine.cuda import libraries
 
     parts = ", ".join(f"{name} {version}" for name, version in libraries.part_versions().items())
     order = os.environ.get(libraries.LAUNCH_ORDER)

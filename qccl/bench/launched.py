@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from qccl.errors import ArgumentError, QcclError
-from qccl.launch import uses_mpi
-from qccl.launchers import Launcher, detect
+from qccl.base.errors import ArgumentError, QcclError
+from qccl.communicator.launch import uses_mpi
+from qccl.meeting.launchers import Launcher, detect
 from qccl.transports.choice import wanted_transport
 
 __all__ = ["LaunchedCommand", "let_rank_0_speak"]

@@ -15,7 +15,7 @@ from qccl.bench.check import check
 from qccl.bench.options import KINDS
 
 if TYPE_CHECKING:
-    from qccl.communicator import Communicator
+    from qccl.communicator.communicator import Communicator
 
     Calls = Sequence[QuantizedCall | PlainCall]
 

@@ -11,8 +11,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from qccl.base.errors import QcclError
 from qccl.bench.lab import INTERFACE, Lab
-from qccl.errors import QcclError
 
 __all__ = ["INSTALL", "Mpiexec", "StartError", "find_mpiexec"]
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from qccl.errors import QcclError
+from qccl.base.errors import QcclError
 
 __all__ = ["NAMESPACES", "LabError", "congestion_control", "inside", "run", "set_congestion_control"]
 __all__ += ["switch_offloads_off"]

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
+from qccl.base.errors import ArgumentError
+from qccl.base.scalars import parse_seconds
 from qccl.bench.lab import Lab
 from qccl.bench.params import Link, option, parse_link, parse_loss
-from qccl.errors import ArgumentError
-from qccl.scalars import parse_seconds
 
 __all__ = ["NETWORK_FLAGS", "NetworkOptions", "network_flags", "network_of", "parse_delay"]
 

@@ -16,11 +16,11 @@ from typing import Any
 import click
 
 from qccl import codecs
+from qccl.base.dtypes import FLOAT32
+from qccl.base.errors import CodecError
+from qccl.base.files import check_writable, writing
 from qccl.codecs import Codec
 from qccl.collectives.hierarchical import intra_of
-from qccl.dtypes import FLOAT32
-from qccl.errors import CodecError
-from qccl.files import check_writable, writing
 
 __all__ = [
     *("AT_LEAST_0", "AT_LEAST_1", "Link", "PositiveNumber", "codec_list", "codec_of", "format_size"),
@@ -253,7 +253,7 @@ def output_file(text: str) -> str:
 
 
 def write_json(path: str, document: Any) -> None:
-    """Replace the file by ``document``, whole even if the program is killed; see qccl.files.writing()."""
+    """Replace the file by ``document``, whole even if the program is killed; see qccl.base.files.writing()."""
     text = json.dumps(document, indent=1) + "\n"
     with writing(path) as file:
         file.write(text.encode())

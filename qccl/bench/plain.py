@@ -6,12 +6,12 @@ import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from qccl.dtypes import get
-from qccl.errors import ArgumentError, PeerLost
-from qccl.launchers import detect
+from qccl.base.dtypes import get
+from qccl.base.errors import ArgumentError, PeerLost
+from qccl.meeting.launchers import detect
 
 if TYPE_CHECKING:
-    from qccl.communicator import Communicator
+    from qccl.communicator.communicator import Communicator
 
 __all__ = ["LIBRARIES", "baseline", "load_mpi", "plain_allreduce", "plain_nccl_allreduce"]
 
@@ -106,7 +106,7 @@ def _gloo(transport: Any) -> AllReduce:
     import torch
     import torch.distributed as dist
 
-    from qccl.transports.torch import bytes_at, keep_alive
+    from qccl.transports.gloo import bytes_at, keep_alive
 
     ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
     dtypes = {"float32": torch.float32, "float16": torch.float16}

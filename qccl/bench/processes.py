@@ -17,7 +17,7 @@ from typing import TextIO
 
 import click
 
-from qccl.deadline import Deadline
+from qccl.base.deadline import Deadline
 
 __all__ = ["exit_status", "run_processes", "stoppable"]
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qccl.base.dtypes import FLOAT32, DType
 from qccl.codecs import NoCodec, RandomK, TopK
 from qccl.codecs.floats import from_float32, to_float32
 from qccl.codecs.operations import Operations
-from qccl.dtypes import FLOAT32, DType
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

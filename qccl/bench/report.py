@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-import qccl
+from qccl.base import __version__
+from qccl.base.machine_name import machine_name
 from qccl.bench import table
 from qccl.bench.measure import Row, Side
 from qccl.bench.namespaces import congestion_control
 from qccl.bench.options import NCCL_NAMES, Options
 from qccl.bench.params import Link
-from qccl.machine_name import machine_name
 
 __all__ = ["Device", "Report"]
 
@@ -78,7 +78,7 @@ class Report:
             "args": list(self._options.args),
             "env": [f"{key}={value}" for key, value in sorted(os.environ.items()) if key.startswith(_PREFIXES)],
             "nccl_version": self.plain.removeprefix("nccl ") if self.plain.startswith("nccl ") else None,
-            "qccl_version": qccl.__version__,
+            "qccl_version": __version__,
             "config": self._config(),
             "results": [self._result(row, plain) for row, plain in self._rows],
             "out_of_bounds": {"count": t.wrong, "okay": str(not t.wrong).lower()},

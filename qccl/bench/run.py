@@ -21,7 +21,7 @@ from qccl.bench.network import NetworkOptions, network_flags, network_of
 from qccl.bench.params import AT_LEAST_1, option, output_file, write_json
 from qccl.bench.processes import exit_status, run_processes
 from qccl.bench.start import Way, commands, environment, share_of_processors
-from qccl.launchers import detect, unset
+from qccl.meeting.launchers import detect, unset
 
 __all__ = ["run"]
 

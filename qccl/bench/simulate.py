@@ -9,7 +9,11 @@ from typing import Any
 
 import click
 
-import qccl
+from qccl.base import __version__
+from qccl.base.dtypes import FLOAT32
+from qccl.base.errors import ArgumentError, CodecError
+from qccl.base.scalars import parse_seconds
+from qccl.base.trace import write_trace
 from qccl.bench import table
 from qccl.bench.calls import cases
 from qccl.bench.collective import check_sizes
@@ -32,10 +36,6 @@ from qccl.bench.params import (
 from qccl.bench.simulated import Machines, Processor, Simulated, simulated
 from qccl.bench.speed import measure_speed
 from qccl.codecs import Codec, NoCodec
-from qccl.dtypes import FLOAT32
-from qccl.errors import ArgumentError, CodecError
-from qccl.scalars import parse_seconds
-from qccl.trace import write_trace
 
 __all__ = ["simulate"]
 
@@ -224,7 +224,7 @@ class _Run:
         """The figures, for --json."""
         rows = self._every_row()
         return {
-            "qccl_version": qccl.__version__,
+            "qccl_version": __version__,
             "args": list(self._options.args),
             "machines": asdict(self._machines),
             "processor": asdict(self._processor),
@@ -240,7 +240,7 @@ def _head(options: Options, machines: Machines, processor: Processor) -> Iterato
     )
     each = "rank" if m.node_size == 1 else "node"
     yield (
-        f"# qccl-bench {qccl.__version__} simulate {options.collective}: computed for UCX over TCP, without GPUs; "
+        f"# qccl-bench {__version__} simulate {options.collective}: computed for UCX over TCP, without GPUs; "
         f"nothing was run; plain: {PLAIN}"
     )
     yield (

@@ -12,16 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from qccl._host import HEADER_NBYTES
-from qccl.analysis.simulate import Costs, Timeline, simulate
+from qccl.base.dtypes import DType
+from qccl.base.errors import ArgumentError
 from qccl.bench.calls import Case, Wiring, parameters_of, spec_of_case
 from qccl.bench.options import KINDS
 from qccl.bench.params import Link
 from qccl.codecs import Codec, NoCodec
 from qccl.collectives import CollectiveSpec, HierarchicalSpec
+from qccl.collectives.analysis.simulate import Costs, Timeline, simulate
+from qccl.collectives.schedule import Schedule
 from qccl.collectives.topology import for_nodes
-from qccl.dtypes import DType
-from qccl.errors import ArgumentError
-from qccl.schedule import Schedule
 from qccl.transports.ucx import UcxTransport
 
 __all__ = ["ADD", "Constants", "Machines", "Processor", "Simulated", "simulated"]

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from qccl.base.dtypes import FLOAT32
 from qccl.bench.data import gaussian
 from qccl.codecs import Codec
 from qccl.codecs.feedback import feedback_of, momentum_of
 from qccl.codecs.floats import storage
 from qccl.codecs.operations import Operations
-from qccl.dtypes import FLOAT32
 
 __all__ = ["Speed", "measure_speed"]
 

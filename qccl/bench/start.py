@@ -11,9 +11,9 @@ from typing import TextIO
 from qccl.bench.lab import INTERFACE, Lab
 from qccl.bench.mpiexec import Mpiexec, find_mpiexec
 from qccl.bench.processes import run_processes
-from qccl.launchers import without_launchers
+from qccl.meeting.launchers import without_launchers
+from qccl.meeting.secret import is_insecure, new_token, token_key
 from qccl.transports import choice
-from qccl.transports.secret import is_insecure, new_token, token_key
 
 __all__ = ["Way", "choose_way", "commands", "environment", "free_port", "obstacle", "run_ranks", "share_of_processors"]
 

@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from qccl.base.dtypes import FLOAT32
 from qccl.bench.calls import Case
 from qccl.bench.params import Link, codec_of
 from qccl.bench.simulated import ADD, Constants, Machines, Processor, simulated
 from qccl.bench.speed import Speed
 from qccl.bench.training import Computation
 from qccl.codecs import Codec, NoCodec
-from qccl.costs.grouping import grouped, sent_nbytes
-from qccl.dtypes import FLOAT32
+from qccl.training.grouping import grouped, sent_nbytes
 
 __all__ = ["FP16", "FP32", "Call", "Cost", "Step", "call_of", "constants_of", "cost_of", "rate_of", "step_seconds"]
 

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import qccl
+from qccl.base import __version__
+from qccl.base.errors import QcclError
+from qccl.base.trace import TraceEvent, write_trace
 from qccl.bench import table
 from qccl.bench.arrays import Arrays, arrays_of
 from qccl.bench.calls import Case, PlainCall, QuantizedCall, Wiring, cases, parameters
@@ -24,12 +26,11 @@ from qccl.bench.params import codec_of, write_json
 from qccl.bench.plain import baseline
 from qccl.bench.report import Device, Report
 from qccl.codecs import Codec, NoCodec
-from qccl.cuda.libraries import nccl_version
-from qccl.trace import TraceEvent, write_trace
+from qccl.engine.cuda.libraries import nccl_version
 from qccl.transports import ucx
 
 if TYPE_CHECKING:
-    from qccl.communicator import Communicator
+    from qccl.communicator.communicator import Communicator
 
 __all__ = ["Sweep"]
 
@@ -69,7 +70,7 @@ class Sweep:
         """Collective: measure all rows, write all files; True if all was right and no traffic bypassed the link."""
         try:
             return self._run()
-        except qccl.QcclError as error:
+        except QcclError as error:
             self._report.errors.append(f"{type(error).__name__}: {error}")
             self._save()
             raise
@@ -134,7 +135,7 @@ class Sweep:
         each = "rank" if o.nodes is None or o.link_per_rank else "node"
         where = f" link: {self._network.describe(each)}, TCP {congestion_control()}" if self._link else ""
         where += f" nodes: {o.nodes}" if o.nodes else ""
-        yield f"# qccl-bench {qccl.__version__} {o.collective} over {report.transport}, plain: {report.plain}"
+        yield f"# qccl-bench {__version__} {o.collective} over {report.transport}, plain: {report.plain}"
         yield (
             f"# ranks {self._comm.size} minBytes {o.minbytes} maxBytes {o.maxbytes} step: {step} "
             f"warmup iters: {o.warmup_iters} iters: {o.iters} validation: {o.check} algorithm: {o.algorithm}{where}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from qccl.transports.secret import new_token, write_token
+from qccl.meeting.secret import new_token, write_token
 
 __all__ = ["token"]
 

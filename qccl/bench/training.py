@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qccl.dtypes import FLOAT32
+from qccl.base.dtypes import FLOAT32
 
 __all__ = ["Computation", "Gradient", "estimated"]
 

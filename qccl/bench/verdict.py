@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from qccl.records import CallRecord, GroupRecord, TransferRecord
-from qccl.transports.strangers import printable
+from qccl.meeting.strangers import printable
+from qccl.observe.records import CallRecord, GroupRecord, TransferRecord
 
 __all__ = ["Finding", "findings", "names"]
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import sys
 
-import qccl
+from qccl.base.errors import ArgumentError, CodecError, PeerLost, QcclError
 from qccl.bench.launched import let_rank_0_speak
 from qccl.bench.options import Options
 from qccl.bench.plain import load_mpi
 from qccl.bench.sweep import Sweep
-from qccl.launchers import detect
+from qccl.communicator.launch import init
+from qccl.communicator.ranks import run_ranks
+from qccl.meeting.launchers import detect
 
 __all__ = ["run_rank"]
 
@@ -28,13 +30,13 @@ def run_rank(options: Options) -> int:
     if options.plain == "mpi":
         load_mpi()  # before UCX, which is then MPI's own: a second one cannot be loaded beside it
     try:
-        with qccl.init(options.backend, options.timeout, transport=options.transport or "auto") as comm:
+        with init(options.backend, options.timeout, transport=options.transport or "auto") as comm:
             return 0 if Sweep(comm, options, _show).run() else 1
-    except (qccl.ArgumentError, qccl.CodecError) as error:
+    except (ArgumentError, CodecError) as error:
         let_rank_0_speak(launcher)
         _report(rank, error)
-    except qccl.QcclError as error:
-        if not isinstance(error, qccl.PeerLost) or (rank == 0 and " gave up: " not in str(error)):
+    except QcclError as error:
+        if not isinstance(error, PeerLost) or (rank == 0 and " gave up: " not in str(error)):
             _report(rank, error)
     return 1
 
@@ -42,9 +44,9 @@ def run_rank(options: Options) -> int:
 def _run_threads(ranks: int, options: Options) -> int:
     """Measure as ``ranks`` threads of this process; returns the exit status."""
     try:
-        found = qccl.run_ranks(ranks, lambda comm: Sweep(comm, options, _show).run(), timeout=options.timeout)
+        found = run_ranks(ranks, lambda comm: Sweep(comm, options, _show).run(), timeout=options.timeout)
         return 0 if found[0] else 1
-    except qccl.QcclError as error:
+    except QcclError as error:
         _report(0, error)
         return 1
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from qccl.base.errors import CodecError
 from qccl.codecs.base import BucketCodec, Codec
 from qccl.codecs.cast import Cast
 from qccl.codecs.dithering import Dithering
@@ -19,7 +20,6 @@ from qccl.codecs.python import PythonCodec
 from qccl.codecs.rounds import TwoRounds
 from qccl.codecs.sparse import RandomK, TopK
 from qccl.codecs.trellis import Trellis
-from qccl.errors import CodecError
 
 __all__ = ["CODECS", "DECORATORS", "BucketCodec", "Cast", "Codec", "Dithering", "ErrorFeedback", "MinMax"]
 __all__ += ["Momentum", "NoCodec", "OneBit", "PythonCodec", "RandomK", "TopK", "Trellis", "TwoRounds"]

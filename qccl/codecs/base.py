@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from qccl import dtypes
+from qccl.base import dtypes
+from qccl.base.dtypes import DType, DTypeLike
+from qccl.base.errors import ArgumentError, CodecError
+from qccl.base.scalars import as_integer
 from qccl.codecs.operations import Operations
-from qccl.dtypes import DType, DTypeLike
-from qccl.errors import ArgumentError, CodecError
-from qccl.scalars import as_integer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,7 +54,7 @@ class Kernel:
     """A codec's C++ type and the arguments of its functions.
 
     Attributes:
-        type: the C++ type, a name in ``kernels/codecs.h``.
+        type: the C++ type, a name in ``kernels/codecs/all.h``.
         bucket: elements of a bucket; 0: all of a call.
         seed, options: as in ``BucketOptions``.
         draws: encoding takes random numbers, so it depends on the number of the call.
@@ -190,7 +190,7 @@ class Codec(ABC):
 
 
 class BucketCodec(Codec):
-    """A codec of ``kernels/codecs.h``, which encodes each bucket independently."""
+    """A codec of ``kernels/codecs/all.h``, which encodes each bucket independently."""
 
     bucket: int
 
@@ -201,7 +201,7 @@ class BucketCodec(Codec):
 
     @abstractmethod
     def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
-        """Sizes of the codes section and the meta section of a bucket of ``count`` elements (``kernels/bucket.h``)."""
+        """Sizes of a bucket's codes section and meta section, for ``count`` elements (``kernels/shared/bucket.h``)."""
 
     def _bucket_of(self, count: int) -> int:
         """Elements of a bucket in a call of ``count``, 1 or more."""

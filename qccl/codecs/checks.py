@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from qccl.base.errors import CodecError
+from qccl.base.removed import VALUES
+from qccl.base.scalars import as_bool, as_integer
 from qccl.codecs.base import MAX_BUCKET, Codec
-from qccl.errors import CodecError
-from qccl.removed import VALUES
-from qccl.scalars import as_bool, as_integer
 
 __all__ = ["check_bucket", "check_choice", "check_flag", "check_integer", "check_seed", "keep"]
 

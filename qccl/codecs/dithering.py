@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from qccl.base.dtypes import DType
 from qccl.codecs.base import BucketCodec, Kernel
 from qccl.codecs.checks import check_bucket, check_choice, check_integer, check_seed
-from qccl.dtypes import DType
 
 if TYPE_CHECKING:
     import numpy as np

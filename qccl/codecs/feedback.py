@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from qccl.base.dtypes import BFLOAT16, FLOAT32, DType
+from qccl.base.errors import CodecError
+from qccl.base.scalars import as_real
 from qccl.codecs.base import Codec, Kernel
 from qccl.codecs.checks import keep
-from qccl.dtypes import BFLOAT16, FLOAT32, DType
-from qccl.errors import CodecError
-from qccl.scalars import as_real
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qccl.dtypes import BFLOAT16, DType
+from qccl.base.dtypes import BFLOAT16, DType
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from qccl.base.dtypes import DType
 from qccl.codecs.base import PLAIN_GRANULE, BucketCodec, Kernel, Tile
-from qccl.dtypes import DType
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from qccl.base.dtypes import DType
 from qccl.codecs.base import WARP_VALUES, BucketCodec, Kernel, Tile
 from qccl.codecs.checks import check_bucket, check_choice
-from qccl.dtypes import DType
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,6 +1,6 @@
 """Single calls of a codec's kernels on arrays of the host: to check results, and to measure the kernels.
 
-Plans prepare the same operations for spans of their buffers (qccl/host/program.py).
+Plans prepare the same operations for spans of their buffers (qccl/engine/host/program.py).
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qccl import dtypes
-from qccl.dtypes import BFLOAT16, DTypeLike
-from qccl.errors import ArgumentError
-from qccl.scalars import as_integer
+from qccl.base import dtypes
+from qccl.base.dtypes import BFLOAT16, DTypeLike
+from qccl.base.errors import ArgumentError
+from qccl.base.scalars import as_integer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,7 +74,7 @@ class Operations:
     ) -> Callable[[], None]:
         """``wire = encode(own + decode(wires[0]) + ...)``; ``out`` receives the decoded sum.
 
-        ``residual`` and ``momentum`` are the old and the new state (qccl.schedule.Reduce), one value per element:
+        ``residual`` and ``momentum`` are the old and the new state (see schedule.Reduce), one value per element:
         float32, or for residuals uint16 that holds bfloat16.
         """
         from qccl import _host

@@ -7,9 +7,9 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from qccl.base.dtypes import DTYPES, FLOAT32
+from qccl.base.errors import CodecError
 from qccl.codecs.base import Codec, Kernel
-from qccl.dtypes import DTYPES, FLOAT32
-from qccl.errors import CodecError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -127,7 +127,7 @@ class _Calls:
 
 @dataclass(frozen=True)
 class _State:
-    """Addresses of the arrays kept from call to call (0: none); the arithmetic is that of ``kernels/state.h``."""
+    """Addresses of the arrays kept from call to call (0: none); arithmetic as in ``kernels/shared/state.h``."""
 
     residual: int = 0
     new_residual: int = 0

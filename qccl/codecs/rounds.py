@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from qccl.base.dtypes import DType
+from qccl.base.errors import CodecError
 from qccl.codecs.base import Codec, Kernel
-from qccl.dtypes import DType
-from qccl.errors import CodecError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from qccl.base.dtypes import DType
+from qccl.base.errors import CodecError
+from qccl.base.scalars import as_real
 from qccl.codecs.base import BucketCodec, Kernel
 from qccl.codecs.checks import check_bucket, check_choice, check_flag, check_seed, keep
-from qccl.dtypes import DType
-from qccl.errors import CodecError
-from qccl.scalars import as_real
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from qccl.base.dtypes import DType
+from qccl.base.errors import CodecError
+from qccl.base.scalars import as_integer
 from qccl.codecs.base import BucketCodec, Kernel, Tile
 from qccl.codecs.checks import check_bucket, check_integer, keep
-from qccl.dtypes import DType
-from qccl.errors import CodecError
-from qccl.scalars import as_integer
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,10 +11,12 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
-from qccl.arguments import CodecLike
+from qccl.base.dtypes import DTypeLike
+from qccl.base.errors import ArgumentError
 from qccl.collectives.all_gather import AllGatherSpec
 from qccl.collectives.all_to_all import AllToAllSpec
 from qccl.collectives.allreduce import AllReduceSpec
+from qccl.collectives.arguments import CodecLike
 from qccl.collectives.broadcast import BroadcastSpec
 from qccl.collectives.coalesced import CoalescedSpec, HierarchicalCoalescedSpec
 from qccl.collectives.hierarchical import HierarchicalSpec
@@ -23,8 +25,6 @@ from qccl.collectives.reduce import ReduceSpec
 from qccl.collectives.reduce_scatter import ReduceScatterSpec
 from qccl.collectives.spec import Binding, Call, CollectiveSpec, input_and_output
 from qccl.collectives.topology import for_nodes, ways
-from qccl.dtypes import DTypeLike
-from qccl.errors import ArgumentError
 
 __all__ = [
     "COLLECTIVES",

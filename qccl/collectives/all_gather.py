@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
-from qccl.arrays import Values, is_part_of
-from qccl.chunks import NETWORK, ChunkPolicy
+from qccl.base.arrays import Values, is_part_of
 from qccl.codecs.base import Codec
+from qccl.collectives.chunks import NETWORK, ChunkPolicy
 from qccl.collectives.operands import CallerBuffers, Group, Nodes, ranks_by_node
 from qccl.collectives.partitions import partition_as_given
 from qccl.collectives.parts import PartsSpec, parts_of
 from qccl.collectives.rounds import AllGather, alone, assemble, decode_row, pipeline
+from qccl.collectives.schedule import Exchange, Op, Schedule, Transfer
 from qccl.collectives.spec import Binding
 from qccl.collectives.wire import Encoding, Slots
-from qccl.schedule import Exchange, Op, Schedule, Transfer
 
 __all__ = ["AllGatherSpec", "all_gather", "all_gather_in_levels"]
 

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from qccl.arrays import Values, check_disjoint
-from qccl.chunks import NETWORK, ChunkPolicy
+from qccl.base.arrays import Values, check_disjoint
+from qccl.base.dtypes import DType
+from qccl.base.errors import ArgumentError
 from qccl.codecs.base import Codec
+from qccl.collectives.chunks import NETWORK, ChunkPolicy
 from qccl.collectives.operands import CallerBuffers, Group
 from qccl.collectives.partitions import partition_as_given
 from qccl.collectives.parts import equal_parts, parts_of, row_major
 from qccl.collectives.rounds import assemble, copy_values, decode_chunk, encode_chunk, pipeline
+from qccl.collectives.schedule import Op, Schedule, Span
 from qccl.collectives.spec import Binding, CollectiveSpec
 from qccl.collectives.wire import Encoding, Slots, exchange
-from qccl.dtypes import DType
-from qccl.errors import ArgumentError
-from qccl.schedule import Op, Schedule, Span
 
 __all__ = ["AllToAllSpec", "all_to_all"]
 

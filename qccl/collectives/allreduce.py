@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-from qccl.chunks import NETWORK, ChunkPolicy
+from qccl.base.dtypes import DType
 from qccl.codecs.base import Codec
+from qccl.collectives.chunks import NETWORK, ChunkPolicy
 from qccl.collectives.operands import SUM, Arrays, CallerBuffers, Combine, Group
 from qccl.collectives.partitions import HOP_NBYTES, partition
 from qccl.collectives.rounds import AllGather, Round, ScatterReduce, Stage, alone, assemble, pipeline
+from qccl.collectives.schedule import Op, Schedule
 from qccl.collectives.spec import CollectiveSpec
 from qccl.collectives.wire import Encoding
-from qccl.dtypes import DType
-from qccl.schedule import Op, Schedule
 
 __all__ = ["ALLREDUCE", "AllReduceSpec", "choose_allreduce", "one_shot", "shards_of", "stages_of", "two_round"]
 

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from qccl.arrays import Values
-from qccl.chunks import NETWORK, ChunkPolicy
+from qccl.base.arrays import Values
+from qccl.base.errors import ArgumentError
 from qccl.codecs.base import Codec
+from qccl.collectives.chunks import NETWORK, ChunkPolicy
 from qccl.collectives.operands import CallerBuffers, Group
 from qccl.collectives.partitions import HOP_NBYTES, partition
 from qccl.collectives.rounds import alone, assemble, decode_row, encode_row, pipeline
+from qccl.collectives.schedule import Op, Schedule
 from qccl.collectives.spec import Call, CollectiveSpec, check_root, input_and_output
 from qccl.collectives.wire import Encoding, Slots, exchange
-from qccl.errors import ArgumentError
-from qccl.schedule import Op, Schedule
 
 __all__ = ["BroadcastSpec", "broadcast"]
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from qccl import dtypes
-from qccl.arrays import Values, check_disjoint, same_or_disjoint
+from qccl.base import dtypes
+from qccl.base.arrays import Values, check_disjoint, same_or_disjoint
+from qccl.base.dtypes import FLOAT32
+from qccl.base.errors import ArgumentError
 from qccl.collectives.allreduce import AllReduceSpec
 from qccl.collectives.hierarchical import HierarchicalSpec
 from qccl.collectives.operands import CallerBuffers
+from qccl.collectives.schedule import buffer_name
 from qccl.collectives.spec import Binding, Call, CollectiveSpec, common_order
-from qccl.dtypes import FLOAT32
-from qccl.errors import ArgumentError
-from qccl.schedule import buffer_name
 
 __all__ = ["CoalescedSpec", "HierarchicalCoalescedSpec"]
 

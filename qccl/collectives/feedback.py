@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from qccl.base.dtypes import FLOAT32, DType
 from qccl.codecs.base import Codec
 from qccl.codecs.feedback import feedback_of, momentum_of
-from qccl.dtypes import FLOAT32, DType
-from qccl.schedule import (
+from qccl.collectives.schedule import (
     Buffer,
     Commit,
     Decode,

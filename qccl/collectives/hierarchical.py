@@ -7,13 +7,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
-from qccl import codecs, dtypes
-from qccl.arguments import CodecLike, OpLike, integers, one_of
-from qccl.arrays import Values
-from qccl.chunks import NETWORK, ChunkPolicy
+from qccl import codecs
+from qccl.base import dtypes
+from qccl.base.arrays import Values
+from qccl.base.dtypes import DType
+from qccl.base.errors import ArgumentError
 from qccl.codecs.base import Codec
 from qccl.codecs.feedback import Momentum
 from qccl.collectives.allreduce import AllReduceSpec, choose_allreduce, shards_of, stages_of
+from qccl.collectives.arguments import CodecLike, OpLike, integers, one_of
+from qccl.collectives.chunks import NETWORK, ChunkPolicy
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group, ranks_by_node
 from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import (
@@ -27,11 +30,9 @@ from qccl.collectives.rounds import (
     encode_row,
     pipeline,
 )
+from qccl.collectives.schedule import Schedule
 from qccl.collectives.spec import Call, CollectiveSpec, input_and_output
 from qccl.collectives.wire import Encoding, Slots
-from qccl.dtypes import DType
-from qccl.errors import ArgumentError
-from qccl.schedule import Schedule
 
 __all__ = ["LAYOUTS", "HierarchicalSpec", "Levels", "by_level", "hierarchical", "intra_of"]
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from qccl.base.dtypes import DType
+from qccl.base.errors import ArgumentError
 from qccl.collectives.partitions import Segment
-from qccl.dtypes import DType
-from qccl.errors import ArgumentError
-from qccl.schedule import Buffer, Role, Span, buffer_name
+from qccl.collectives.schedule import Buffer, Role, Span, buffer_name
 
 __all__ = ["SUM", "Arrays", "CallerBuffers", "Combine", "Group", "Nodes", "Places", "ranks_by_node"]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from itertools import count as naturals
 
-from qccl.chunks import NETWORK, ChunkPolicy
+from qccl.base.dtypes import FLOAT32
 from qccl.codecs.base import Codec
-from qccl.dtypes import FLOAT32
+from qccl.collectives.chunks import NETWORK, ChunkPolicy
 
 __all__ = ["HOP_NBYTES", "Partition", "Segment", "partition", "partition_as_given"]
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qccl.arguments import count_of, integers
-from qccl.arrays import Values
+from qccl.base.arrays import Values
+from qccl.base.errors import ArgumentError
+from qccl.collectives.arguments import count_of, integers
 from qccl.collectives.spec import CollectiveSpec
-from qccl.errors import ArgumentError
 
 __all__ = ["PartsSpec", "equal_parts", "parts_of", "row_major"]
 

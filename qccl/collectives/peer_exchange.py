@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
-from qccl.arguments import integer, integers
-from qccl.arrays import Values, check_disjoint
-from qccl.chunks import NETWORK, ChunkPolicy
+from qccl.base.arrays import Values, check_disjoint
+from qccl.base.dtypes import DType
+from qccl.base.errors import ArgumentError
 from qccl.codecs.base import Codec
+from qccl.collectives.arguments import integer, integers
+from qccl.collectives.chunks import NETWORK, ChunkPolicy
 from qccl.collectives.operands import Arrays, CallerBuffers, Group
 from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import assemble, decode_chunk, encode_row, pipeline
+from qccl.collectives.schedule import Buffer, Op, Role, Schedule, buffer_name
 from qccl.collectives.spec import Binding, Call, CollectiveSpec
 from qccl.collectives.wire import Encoding, Slots, exchange
-from qccl.dtypes import DType
-from qccl.errors import ArgumentError
-from qccl.schedule import Buffer, Op, Role, Schedule, buffer_name
 
 __all__ = ["PeerExchangeSpec", "peer_buffers", "peer_exchange"]
 

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from qccl.arrays import Values
-from qccl.chunks import NETWORK, ChunkPolicy
+from qccl.base.arrays import Values
 from qccl.codecs.base import Codec
 from qccl.collectives.allreduce import AllReduceSpec, choose_allreduce, shards_of
+from qccl.collectives.chunks import NETWORK, ChunkPolicy
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
 from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, pipeline
+from qccl.collectives.schedule import Op, Schedule
 from qccl.collectives.spec import Call, CollectiveSpec, check_root, input_and_output
 from qccl.collectives.wire import Encoding
-from qccl.schedule import Op, Schedule
 
 __all__ = ["ReduceSpec", "reduce"]
 

@@ -9,19 +9,19 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, Self
 
-from qccl.arguments import OpLike
-from qccl.arrays import Values, is_part_of
-from qccl.chunks import NETWORK, ChunkPolicy
+from qccl.base.arrays import Values, is_part_of
 from qccl.codecs.base import Codec
 from qccl.codecs.none import NoCodec
+from qccl.collectives.arguments import OpLike
+from qccl.collectives.chunks import NETWORK, ChunkPolicy
 from qccl.collectives.hierarchical import by_level
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group, Nodes, ranks_by_node
 from qccl.collectives.partitions import Segment, partition_as_given
 from qccl.collectives.parts import PartsSpec, parts_of
 from qccl.collectives.rounds import ScatterReduce, alone, assemble, pipeline
+from qccl.collectives.schedule import Buffer, Role, Schedule, Span
 from qccl.collectives.spec import Binding, CollectiveSpec
 from qccl.collectives.wire import ALIGNMENT, Encoding
-from qccl.schedule import Buffer, Role, Schedule, Span
 
 __all__ = ["ReduceScatterSpec", "reduce_scatter", "reduce_scatter_in_levels"]
 

@@ -13,8 +13,8 @@ from typing import Protocol
 from qccl.codecs.base import Codec
 from qccl.collectives.feedback import with_feedback
 from qccl.collectives.operands import SUM, Arrays, CallerBuffers, Combine, Group, Places
+from qccl.collectives.schedule import Buffer, Decode, Encode, Op, Reduce, Schedule, Span
 from qccl.collectives.wire import Encoding, Slots, exchange
-from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Schedule, Span
 
 __all__ = ["AllGather", "Round", "ScatterReduce", "Stage", "alone", "assemble", "copy_values", "decode_chunk"]
 __all__ += ["decode_row", "encode_chunk", "encode_row", "pipeline"]

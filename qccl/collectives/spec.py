@@ -8,15 +8,16 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple, Self
 
-from qccl import codecs, dtypes
-from qccl.arguments import CodecLike, chunk_of, count_of, integer, one_of, op_of
-from qccl.arrays import Memory, Values, same_or_disjoint
-from qccl.chunks import NETWORK, ChunkPolicy
+from qccl import codecs
+from qccl.base import dtypes
+from qccl.base.arrays import Memory, Values, same_or_disjoint
+from qccl.base.dtypes import DType, DTypeLike
+from qccl.base.errors import ArgumentError
 from qccl.codecs.base import Codec
+from qccl.collectives.arguments import CodecLike, chunk_of, count_of, integer, one_of, op_of
+from qccl.collectives.chunks import NETWORK, ChunkPolicy
 from qccl.collectives.operands import CallerBuffers, Group
-from qccl.dtypes import DType, DTypeLike
-from qccl.errors import ArgumentError
-from qccl.schedule import Buffer, Role, Schedule
+from qccl.collectives.schedule import Buffer, Role, Schedule
 
 __all__ = ["Binding", "Call", "CollectiveSpec", "check_root", "common_order", "input_and_output"]
 

@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.none import NoCodec
 from qccl.collectives.all_gather import AllGatherSpec
 from qccl.collectives.allreduce import AllReduceSpec
+from qccl.collectives.chunks import NETWORK, ChunkPolicy
 from qccl.collectives.coalesced import CoalescedSpec, HierarchicalCoalescedSpec
 from qccl.collectives.hierarchical import HierarchicalSpec
 from qccl.collectives.operands import ranks_by_node
 from qccl.collectives.partitions import HOP_NBYTES
 from qccl.collectives.reduce_scatter import ReduceScatterSpec
+from qccl.collectives.schedule import Encode, Exchange, Reduce, Schedule
 from qccl.collectives.spec import CollectiveSpec
-from qccl.schedule import Encode, Exchange, Reduce, Schedule
 
 __all__ = ["Cost", "costs", "crossing_nbytes", "explain", "for_nodes", "ways"]
 

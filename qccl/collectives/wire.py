@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
+from qccl.base.dtypes import DType
 from qccl.codecs.base import Codec
 from qccl.collectives.partitions import Partition, Segment
-from qccl.dtypes import DType
-from qccl.schedule import Buffer, Exchange, Role, Span, Transfer
+from qccl.collectives.schedule import Buffer, Exchange, Role, Span, Transfer
 
 __all__ = ["ALIGNMENT", "SEGMENT_ALIGNMENT", "Encoding", "Slots", "exchange"]
 

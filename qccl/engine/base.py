@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-from qccl.arrays import Memory
-from qccl.call_numbers import Numbers
-from qccl.chunks import ChunkPolicy
-from qccl.end import End
-from qccl.engine.records import CallRecord
-from qccl.engine.tallies import Counted, Tallies
-from qccl.errors import QcclError
-from qccl.schedule import Schedule
-from qccl.trace import TraceEvent
+from qccl.base.arrays import Memory
+from qccl.base.errors import QcclError
+from qccl.base.trace import TraceEvent
+from qccl.collectives.chunks import ChunkPolicy
+from qccl.collectives.schedule import Schedule
+from qccl.engine.call_numbers import Numbers
+from qccl.engine.end import End
+from qccl.observe.call_records import CallRecord
+from qccl.observe.tallies import Counted, Tallies
 
 __all__ = ["Backend", "Bound", "Engine", "Execution", "Persistent", "Program", "Progress", "Request", "Rig"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from qccl.errors import QcclError
+from qccl.base.errors import QcclError
 
 __all__ = ["WithCallbacks"]
 

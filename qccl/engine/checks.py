@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qccl.errors import ArgumentError, EngineError
-from qccl.schedule import Buffer, Exchange, Role, Schedule
+from qccl.base.errors import ArgumentError, EngineError
+from qccl.collectives.schedule import Buffer, Exchange, Role, Schedule
 
 __all__ = ["caller_buffers", "check_addresses"]
 

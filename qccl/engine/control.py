@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from qccl import _host
-from qccl.errors import EngineError, MismatchError
+from qccl.base.errors import EngineError, MismatchError
 
 __all__ = ["CALL", "HEADER_NBYTES", "Block", "Header", "Kind", "text_of"]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from qccl.intervals import IntervalMap
-from qccl.schedule import Buffer, Commit, Decode, Encode, Exchange, Op, Reduce, Task
+from qccl.base.intervals import IntervalMap
+from qccl.collectives.schedule import Buffer, Commit, Decode, Encode, Exchange, Op, Reduce, Task
 
 __all__ = ["Label", "labels", "launch_label"]
 

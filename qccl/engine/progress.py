@@ -16,7 +16,7 @@ import threading
 import time
 from typing import Protocol
 
-from qccl import threads
+from qccl.base import threads
 
 __all__ = ["Driven", "ProgressThread"]
 

@@ -25,8 +25,8 @@ from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from qccl.errors import ArgumentError, described
-from qccl.lifetime import Stage, at_exit
+from qccl.base.errors import ArgumentError, described
+from qccl.base.lifetime import Stage, at_exit
 
 __all__ = ["call_on_host"]
 

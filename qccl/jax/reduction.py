@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from qccl.base.dtypes import DTYPES
+from qccl.base.errors import ArgumentError, MismatchError
 from qccl.codecs.base import Codec
-from qccl.communicator import Communicator
-from qccl.dtypes import DTYPES
-from qccl.errors import ArgumentError, MismatchError
+from qccl.communicator.communicator import Communicator
 
 __all__ = ["Reduction", "check_type"]
 

@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from qccl import codecs
-from qccl.arguments import CodecLike, one_of
+from qccl.base.errors import ArgumentError
 from qccl.codecs import Codec
-from qccl.communicator import Communicator
-from qccl.errors import ArgumentError
+from qccl.collectives.arguments import CodecLike, one_of
+from qccl.communicator.communicator import Communicator
+from qccl.communicator.launch import init
+from qccl.communicator.owners import Owner
+from qccl.communicator.state import check_key
 from qccl.jax.host_call import call_on_host
 from qccl.jax.reduction import Reduction, check_type
-from qccl.launch import init
-from qccl.owners import Owner
-from qccl.state import check_key
 
 __all__ = ["allreduce", "default_communicator", "reduce_gradients"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qccl.errors import EngineError
+from qccl.base.errors import EngineError
 from qccl.torch.groups import ParameterGroup
 
 __all__ = ["BackwardPass", "Bucket", "ExactWork", "gradients_of"]

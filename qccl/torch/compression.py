@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from qccl.base.errors import ArgumentError, MismatchError, QcclError
+from qccl.base.removed import Gone
 from qccl.codecs import NoCodec
-from qccl.communicator import Communicator
-from qccl.errors import ArgumentError, MismatchError, QcclError
-from qccl.removed import Gone
-from qccl.state import lr_of
+from qccl.communicator.communicator import Communicator
+from qccl.communicator.state import lr_of
 from qccl.torch.backward import BackwardPass, Bucket, ExactWork, gradients_of
 from qccl.torch.groups import ParameterGroup, table
 from qccl.torch.low_rank import LowRank
@@ -39,7 +39,7 @@ from qccl.torch.scaling import LossScaling
 from qccl.torch.state import FullState, IncompatibleKeys, from_saved, to_full, to_saved, what_fits, without_choice
 
 if TYPE_CHECKING:
-    from qccl.trace import TraceEvent
+    from qccl.base.trace import TraceEvent
 
 __all__ = ["Compression", "in_use"]
 

@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from qccl import arguments
-from qccl.arguments import CodecLike, count_of, lossiest, timeout_of
-from qccl.communicator import Communicator
-from qccl.costs.grouping import GROUP_NBYTES
-from qccl.errors import ArgumentError
-from qccl.removed import without_removed
+from qccl.base.errors import ArgumentError
+from qccl.base.removed import without_removed
+from qccl.collectives import arguments
+from qccl.collectives.arguments import CodecLike, count_of, lossiest, timeout_of
+from qccl.communicator.communicator import Communicator
 from qccl.torch.compression import Compression, in_use
 from qccl.torch.groups import Policy, faster, form_groups
 from qccl.torch.hook import HookState, reduce_bucket
 from qccl.torch.models import frozen_parameters, parameters_of, uncompiled
+from qccl.training.grouping import GROUP_NBYTES
 
 if TYPE_CHECKING:
-    from qccl.trace import TraceEvent
+    from qccl.base.trace import TraceEvent
 
 __all__ = ["compress"]
 

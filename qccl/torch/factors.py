@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from qccl import _host
-from qccl.errors import ArgumentError
+from qccl.base.errors import ArgumentError
 from qccl.torch.models import like_in_bucket
 
 __all__ = ["matrix_shape", "orthonormal_rows", "outer_sum"]

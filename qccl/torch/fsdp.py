@@ -15,12 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_api as api
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from qccl.arguments import CodecLike, checked_codec, codec_text, is_auto, lossiest
+from qccl.base.errors import ArgumentError
 from qccl.codecs import Codec, NoCodec
-from qccl.communicator import Communicator
-from qccl.errors import ArgumentError
-from qccl.owners import Owner
-from qccl.state import Places
+from qccl.collectives.arguments import CodecLike, checked_codec, codec_text, is_auto, lossiest
+from qccl.communicator.communicator import Communicator
+from qccl.communicator.owners import Owner
+from qccl.communicator.state import Places
 from qccl.torch.groups import ENCODED
 from qccl.torch.units import SEPARATORS, KeyOfSet, not_known, reduced_parameters
 

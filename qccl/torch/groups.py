@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from qccl import codecs, dtypes
-from qccl.arguments import CodecLike, count_of
+from qccl import codecs
+from qccl.base import dtypes
+from qccl.base.errors import ArgumentError
 from qccl.codecs import Codec, Momentum, NoCodec
 from qccl.codecs.feedback import momentum_of
-from qccl.communicator import Communicator
-from qccl.costs.grouping import encoded_nbytes, grouped
-from qccl.errors import ArgumentError
+from qccl.collectives.arguments import CodecLike, count_of
+from qccl.communicator.communicator import Communicator
 from qccl.torch.factors import matrix_shape
 from qccl.torch.models import like_in_bucket
+from qccl.training.grouping import encoded_nbytes, grouped
 
 __all__ = ["ENCODED", "ParameterGroup", "Policy", "faster", "form_groups", "table"]
 
@@ -194,7 +195,7 @@ def form_groups(named: Iterable[tuple[str, Any]], policy: Policy, group_bytes: i
     """The groups of these parameters, in the order in which a backward pass usually completes them.
 
     It runs from the last parameter to the first. A group has one element type, one codec and one rank, and the size
-    that qccl.costs.grouping gives it.
+    that qccl.training.grouping gives it.
     """
     order = list(named)[::-1]
     kinds = [(p.dtype, policy.codec_of(name, p), policy.rank_of(name, p)) for name, p in order]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from qccl.dynamo import not_traced
+from qccl.communicator.dynamo import not_traced
 
 __all__ = ["HookState", "is_of_a_copy", "reduce_bucket"]
 

@@ -21,13 +21,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from qccl.arguments import CodecLike
+from qccl.base.errors import ArgumentError
 from qccl.codecs import Codec
-from qccl.communicator import Communicator
-from qccl.errors import ArgumentError
-from qccl.owners import Owner
-from qccl.schedule import buffer_name
-from qccl.state import Parts, Places
+from qccl.collectives.arguments import CodecLike
+from qccl.collectives.schedule import buffer_name
+from qccl.communicator.communicator import Communicator
+from qccl.communicator.owners import Owner
+from qccl.communicator.state import Parts, Places
 from qccl.torch.fsdp import checked_communicator, sharded_modules
 from qccl.torch.groups import ParameterGroup, Policy, table
 from qccl.torch.state import FullState, from_saved, owned_parts, take, to_full, to_saved

@@ -28,18 +28,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from qccl.base.dtypes import FLOAT32
 from qccl.codecs import ErrorFeedback, NoCodec
 from qccl.codecs.feedback import feedback_of
-from qccl.communicator import Communicator
-from qccl.dtypes import FLOAT32
-from qccl.schedule import buffer_name
-from qccl.state import StateArray
+from qccl.collectives.schedule import buffer_name
+from qccl.communicator.communicator import Communicator
+from qccl.communicator.state import StateArray
 from qccl.torch.factors import matrix_shape, orthonormal_rows, outer_sum
 from qccl.torch.groups import ParameterGroup
 from qccl.torch.state import owned_parts
 
 if TYPE_CHECKING:
-    from qccl.trace import TraceEvent
+    from qccl.base.trace import TraceEvent
 
 __all__ = ["LowRank"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from qccl.errors import ArgumentError
+from qccl.base.errors import ArgumentError
 from qccl.torch.hook import is_of_a_copy
 
 __all__ = ["frozen_parameters", "like_in_bucket", "parameters_of", "uncompiled"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from qccl.arguments import CodecLike, codec_text, count_of, lossiest
+from qccl.base.errors import ArgumentError, CodecError
 from qccl.codecs import Codec
-from qccl.errors import ArgumentError, CodecError
+from qccl.collectives.arguments import CodecLike, codec_text, count_of, lossiest
 
 __all__ = ["Options"]
 

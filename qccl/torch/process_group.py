@@ -21,19 +21,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qccl.arguments import CodecLike, checked_codec, lossiest
+from qccl.base.errors import ArgumentError, MismatchError
+from qccl.base.removed import check_variables
 from qccl.codecs import NoCodec
-from qccl.communicator import Communicator
-from qccl.connect import connect
-from qccl.cuda.nccl import agreed_id
-from qccl.dynamo import not_traced
-from qccl.errors import ArgumentError, MismatchError
-from qccl.meetings import of_store
-from qccl.removed import check_variables
+from qccl.collectives.arguments import CodecLike, checked_codec, lossiest
+from qccl.communicator.communicator import Communicator
+from qccl.communicator.dynamo import not_traced
+from qccl.communicator.work import Work
+from qccl.engine.cuda.nccl import agreed_id
+from qccl.meeting.meetings import of_store
 from qccl.torch.groups import ENCODED
 from qccl.torch.options import Options
-from qccl.transports.torch import keep_alive
-from qccl.work import Work
+from qccl.transports.connect import connect
+from qccl.transports.gloo import keep_alive
 
 __all__ = ["ProcessGroupQccl"]
 

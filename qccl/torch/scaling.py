@@ -2,8 +2,8 @@
 
 GradScaler multiplies the loss by a factor S, so gradients and residuals are S times too large, and the optimiser
 divides by S. So lr / S takes the place of the learning rate: a residual is what is still owed to the parameters,
-divided by that (see qccl.state). When a gradient is not finite, GradScaler skips the whole step; but a call of qccl
-keeps the old state only if its own result is not finite, and a step has several calls.
+divided by that (communicator/state.py). When a gradient is not finite, GradScaler skips the whole step; but a call of
+qccl keeps the old state only if its own result is not finite, and a step has several calls.
 
 Nothing tells when the scaler stepped, so each pass counts as a step: of several passes before one step that is skipped,
 those with finite gradients keep what they did. Under no_sync() all but one do not reduce.
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from qccl.communicator import Communicator
-from qccl.errors import ArgumentError
-from qccl.state import lr_of
+from qccl.base.errors import ArgumentError
+from qccl.communicator.communicator import Communicator
+from qccl.communicator.state import lr_of
 
 __all__ = ["LossScaling"]
 

@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from qccl.arguments import count_of, integers
+from qccl.base.errors import ArgumentError
 from qccl.collectives import CoalescedSpec, CollectiveSpec, HierarchicalSpec, for_nodes
+from qccl.collectives.arguments import count_of, integers
 from qccl.collectives.feedback import encoded_parts, residuals_of, sums_of
-from qccl.communicator import Communicator
-from qccl.errors import ArgumentError
-from qccl.schedule import Role, Schedule, buffer_name
+from qccl.collectives.schedule import Role, Schedule, buffer_name
+from qccl.communicator.communicator import Communicator
 from qccl.torch.factors import matrix_shape
 from qccl.torch.groups import ParameterGroup
 from qccl.torch.models import like_in_bucket

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from qccl.communicator import Communicator
-from qccl.errors import ArgumentError, EngineError
-from qccl.owners import Owner
-from qccl.state import Entry, Parts, Places, extents
+from qccl.base.errors import ArgumentError, EngineError
+from qccl.communicator.communicator import Communicator
+from qccl.communicator.owners import Owner
+from qccl.communicator.state import Entry, Parts, Places, extents
 
 __all__ = ["SEPARATORS", "KeyOfSet", "not_known", "reduced_parameters"]
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qccl.errors import EngineError
+from qccl.base.errors import EngineError
 
 if TYPE_CHECKING:
     from qccl._host import Wire
@@ -192,7 +192,7 @@ class DeviceTransport(Group):
     Attributes:
         device: number of this rank's GPU.
         stream: for transfers; all ranks put the same transfers on it, in the same order.
-        link: the slowest link between two ranks, a key of qccl.chunks.GPU; the same on all ranks.
+        link: the slowest link between two ranks, a key of qccl.collectives.chunks.GPU; the same on all ranks.
         host: a transport between the same ranks for host memory, which one engine may use, or None. It ends with this
             transport.
     """

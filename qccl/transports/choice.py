@@ -19,12 +19,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from qccl.errors import ArgumentError, EngineError, MismatchError, QcclError
-from qccl.launchers import Launcher
-from qccl.transports import tls
-from qccl.transports.secret import derive, is_insecure, token_key
-from qccl.transports.strangers import printable
-from qccl.transports.topology import memory_id, network_id
+from qccl.base.errors import ArgumentError, EngineError, MismatchError, QcclError
+from qccl.meeting import tls
+from qccl.meeting.launchers import Launcher
+from qccl.meeting.secret import derive, is_insecure, token_key
+from qccl.meeting.strangers import printable
+from qccl.meeting.topology import memory_id, network_id
 
 __all__ = [
     "TRANSPORTS",

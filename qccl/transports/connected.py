@@ -17,8 +17,8 @@ from typing import NamedTuple, Self
 import msgspec
 
 from qccl import _host
-from qccl.deadline import Deadline
-from qccl.errors import (
+from qccl.base.deadline import Deadline
+from qccl.base.errors import (
     ArgumentError,
     CollectiveTimeout,
     EngineError,
@@ -30,16 +30,16 @@ from qccl.errors import (
     own,
     ranks_text,
 )
-from qccl.lifetime import Registry, Stage
-from qccl.transports import descriptors
+from qccl.base.lifetime import Registry, Stage
+from qccl.meeting import descriptors
+from qccl.meeting.join_address import JoinAddress
+from qccl.meeting.messages import Decision, Member, parse_member
+from qccl.meeting.network import Network
+from qccl.meeting.regroup import MembershipSocket
+from qccl.meeting.strangers import NotARank, printable
+from qccl.meeting.watch import Watch
 from qccl.transports.base import split_groups
-from qccl.transports.join_address import JoinAddress
-from qccl.transports.messages import Decision, Member, parse_member
 from qccl.transports.native import NativeTransport
-from qccl.transports.network import Network
-from qccl.transports.regroup import MembershipSocket
-from qccl.transports.strangers import NotARank, printable
-from qccl.transports.watch import Watch
 
 __all__ = ["ConnectedTransport", "Faults"]
 
@@ -432,7 +432,7 @@ class Faults:
         self._lost: str | None = None
 
     def __call__(self, rank: int, status: int, reason: str, peer: int, lost: bool, got: int, expected: int) -> None:
-        """Raise the error of a fault (WireFault in kernels/engine/group_wire.h)."""
+        """Raise the error of a fault (WireFault in kernels/wires/group_wire.h)."""
         if lost:
             why = reason or self._text(status)
             self._lost = self._lost or self._who_was_lost(rank, peer, why)  # every later use raises it, too

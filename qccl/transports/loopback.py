@@ -14,8 +14,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qccl.deadline import Deadline
-from qccl.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLost
+from qccl.base.deadline import Deadline
+from qccl.base.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLost
 from qccl.transports.base import Transport
 
 __all__ = ["LoopbackGroup", "LoopbackTransport"]

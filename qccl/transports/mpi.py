@@ -40,8 +40,8 @@ if _finalizes:
 from mpi4py import MPI  # noqa: E402
 
 from qccl import _host  # noqa: E402
-from qccl.deadline import Deadline  # noqa: E402
-from qccl.errors import (  # noqa: E402
+from qccl.base.deadline import Deadline  # noqa: E402
+from qccl.base.errors import (  # noqa: E402
     ArgumentError,
     CollectiveTimeout,
     EngineError,
@@ -49,10 +49,10 @@ from qccl.errors import (  # noqa: E402
     PeerLost,
     QcclError,
 )
-from qccl.launchers import check_alone  # noqa: E402
-from qccl.lifetime import Registry, Stage, at_exit, keep  # noqa: E402
+from qccl.base.lifetime import Registry, Stage, at_exit, keep  # noqa: E402
+from qccl.meeting.launchers import check_alone  # noqa: E402
+from qccl.meeting.topology import machine  # noqa: E402
 from qccl.transports.native import NativeTransport  # noqa: E402
-from qccl.transports.topology import machine  # noqa: E402
 
 __all__ = ["MpiTransport", "world_size"]
 

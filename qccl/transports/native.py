@@ -6,8 +6,8 @@ import os
 from collections.abc import Hashable, Sequence
 
 from qccl import _host
+from qccl.meeting.topology import find_topology
 from qccl.transports.base import Transport
-from qccl.transports.topology import find_topology
 
 __all__ = ["NativeTransport"]
 

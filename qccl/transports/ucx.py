@@ -32,11 +32,11 @@ from functools import cache
 from pathlib import Path
 
 from qccl import _host
-from qccl.errors import EngineError
-from qccl.transports import descriptors
+from qccl.base.errors import EngineError
+from qccl.meeting import descriptors
+from qccl.meeting.network import LOOPBACK, Network
+from qccl.meeting.regroup import MembershipSocket
 from qccl.transports.connected import ConnectedTransport, Faults
-from qccl.transports.network import LOOPBACK, Network
-from qccl.transports.regroup import MembershipSocket
 
 __all__ = ["UcxTransport", "load_library", "memory_wire", "version"]
 

@@ -1,7 +1,7 @@
 """Ranks at different sites: TCP connections of their own, encrypted, that are made again when they break.
 
 For networks with latency, loss and strangers. docs/architecture/wan.md says how it works and why. Native code
-(kernels/engine/wan.h) has several connections for each pair of ranks: one for short messages, and others that share
+(kernels/wires/wan/wire.h) has several connections for each pair of ranks: one for short messages, and others that share
 the long ones, each as much as it can carry. Of two ranks the one with the higher number calls the other one, and the
 other one calls if that does not succeed, so it suffices that one of them can be reached. Ranks of one machine that
 share memory exchange their messages by UCX instead: behind the address of its wire between sites a rank says who can
@@ -20,14 +20,14 @@ import socket
 from collections.abc import Sequence
 
 from qccl import _host
-from qccl.errors import ArgumentError, EngineError
-from qccl.transports import tls, topology
+from qccl.base.errors import ArgumentError, EngineError
+from qccl.meeting import tls, topology
+from qccl.meeting.network import Network
+from qccl.meeting.regroup import MembershipSocket
+from qccl.meeting.secret import derive
+from qccl.meeting.sockets import host_of, is_host, listen_at
 from qccl.transports.choice import obstacle
 from qccl.transports.connected import ConnectedTransport, Faults
-from qccl.transports.network import Network
-from qccl.transports.regroup import MembershipSocket
-from qccl.transports.secret import derive
-from qccl.transports.sockets import host_of, is_host, listen_at
 from qccl.transports.ucx import memory_wire
 
 __all__ = ["WanTransport", "congestion_control", "memory_obstacle"]

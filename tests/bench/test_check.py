@@ -12,7 +12,8 @@ from bench_rows import SHARED, measure_one, measured
 from threads import outcomes
 
 import qccl
-from qccl import codecs, dtypes
+from qccl import codecs
+from qccl.base import dtypes
 from qccl.bench.arrays import Guarded, arrays_of
 from qccl.bench.calls import Case, QuantizedCall
 from qccl.bench.check import check

@@ -16,7 +16,8 @@ from qccl.bench.cli import main
 from qccl.bench.codec import measure_codec
 from qccl.bench.options import KINDS
 from qccl.bench.start import choose_way
-from qccl.transports import tls, ucx
+from qccl.meeting import tls
+from qccl.transports import ucx
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,7 +107,7 @@ def test_codec_times_every_kernel_beside_memcpy(tmp_path: Path) -> None:
 
 
 def test_codec_counts_compulsory_bytes() -> None:
-    speed = measure_codec(qccl.codecs.get("minmax8"), qccl.dtypes.FLOAT32, 1 << 16, 1, 0)
+    speed = measure_codec(qccl.codecs.get("minmax8"), qccl.base.dtypes.FLOAT32, 1 << 16, 1, 0)
     values, wire = 1 << 16, 16384 + 16 * 8
     assert speed.moved == {
         "encode": values + wire,

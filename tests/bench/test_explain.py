@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from threads import hear
 
 import qccl
+from qccl.base.errors import CollectiveTimeout
 from qccl.bench.cli import main
-from qccl.errors import CollectiveTimeout
-from qccl.records import CallRecord, GroupRecord
+from qccl.observe.records import CallRecord, GroupRecord
 
 TEXT = "allreduce(count=1000, dtype=float32, codec=minmax8, op=sum)"
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from start_ranks import start
 
 import qccl
-from qccl.bench import collective, launched
+from qccl.bench import collective, launched, worker
 from qccl.bench.cli import main
 
 IN_FOLDER = """
@@ -45,7 +45,11 @@ def test_a_rank_without_a_rank_0_says_itself_what_is_wrong(monkeypatch: pytest.M
     for arguments in (["allreduce", "--nope"], ["nope"], ["run", "--nope", "true"], ["run", "true"]):
         found = CliRunner().invoke(main, arguments)
         assert found.exit_code == 2 and "Error: " in found.output, arguments
-    monkeypatch.setattr(qccl, "init", lambda *args, **kwargs: (_ for _ in ()).throw(qccl.ArgumentError("it is alone")))
+
+    def refuse(*args: object, **options: object) -> None:
+        raise qccl.ArgumentError("it is alone")
+
+    monkeypatch.setattr(worker, "init", refuse)
     waits: list[float] = []
     monkeypatch.setattr(launched.time, "sleep", waits.append)
     found = CliRunner().invoke(main, ["allreduce", "-b8", "-e8"])

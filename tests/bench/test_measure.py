@@ -14,7 +14,8 @@ import pytest
 from bench_rows import SHARED, measure_one, measured
 
 import qccl
-from qccl import codecs, dtypes
+from qccl import codecs
+from qccl.base import dtypes
 from qccl.bench import data, plain
 from qccl.bench.arrays import arrays_of
 from qccl.bench.calls import Case, PlainCall, QuantizedCall

@@ -13,7 +13,8 @@ from kernel_calls import assert_same_bits
 from oracle_collectives import AllReduce
 
 import qccl
-from qccl import codecs, dtypes
+from qccl import codecs
+from qccl.base import dtypes
 from qccl.bench import data, reference
 from qccl.bench.calls import Case, PlainCall
 from qccl.bench.check import stretches_of

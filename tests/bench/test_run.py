@@ -16,9 +16,9 @@ import pytest
 from bench_runs import OF_TWO_RANKS, ROOT, bench, started, traces, workers
 from click.testing import CliRunner
 
+from qccl.base.scalars import parse_seconds
 from qccl.bench import lab, start
 from qccl.bench.cli import main
-from qccl.scalars import parse_seconds
 
 
 def needs(what: str, reason: str | None) -> list[pytest.MarkDecorator]:
@@ -110,7 +110,7 @@ def test_under_a_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     assert text.endswith("with env -u RANK -u WORLD_SIZE")
 
 
-FOUND = "from qccl.launchers import detect; found = detect(); print(found.name, found.rank, found.size)"
+FOUND = "from qccl.meeting.launchers import detect; found = detect(); print(found.name, found.rank, found.size)"
 #: what srun -n 1, mpiexec -n 1 and torchrun --nproc-per-node 1 set, and a batch script that asks for 4 tasks
 ONE_TASK = {
     "srun": {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1", "PMI_FD": "99"},

@@ -14,8 +14,8 @@ import patience
 import pytest
 from bench_runs import COMMAND, ROOT, USERS, bench, codecs_of, started, workers
 
+from qccl.base.errors import EngineError
 from qccl.bench import mpiexec, start
-from qccl.errors import EngineError
 from qccl.transports import choice
 
 pytestmark = pytest.mark.starts_first

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 def row(codec: str = "minmax8", seconds: float = 0.004, wrong: int | None = 0, crossed: float | None = None) -> Row:
     side = Side((seconds, seconds), wrong, None if wrong is None else 7.4e-3, crossed)
-    return Row(Case(4 << 20, qccl.dtypes.FLOAT32, "sum"), codec, "two_round", 6_340_608, side, side)
+    return Row(Case(4 << 20, qccl.base.dtypes.FLOAT32, "sum"), codec, "two_round", 6_340_608, side, side)
 
 
 def test_rows_have_nccl_tests_columns_first() -> None:

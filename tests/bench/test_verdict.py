@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from qccl.bench.verdict import findings
-from qccl.records import CallRecord, GroupRecord, TransferRecord
+from qccl.observe.records import CallRecord, GroupRecord, TransferRecord
 
 TEXT = "allreduce(count=1000, dtype=float32, codec=minmax8, op=sum)"
 OTHER = "allreduce(count=1000, dtype=float32, codec=minmax4, op=sum)"

@@ -19,7 +19,8 @@ import kernel_calls
 import oracle
 from codec_table import ALL
 
-from qccl import _host, dtypes
+from qccl import _host
+from qccl.base import dtypes
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

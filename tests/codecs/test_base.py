@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from codec_table import ALL
 
-from qccl import codecs, dtypes
+from qccl import codecs
+from qccl.base import dtypes
+from qccl.base.errors import ArgumentError, CodecError
 from qccl.codecs import (
     Cast,
     Dithering,
@@ -25,7 +27,6 @@ from qccl.codecs import (
     Trellis,
     TwoRounds,
 )
-from qccl.errors import ArgumentError, CodecError
 
 FEEDBACK = ErrorFeedback(OneBit())
 BOTH = Momentum(ErrorFeedback(MinMax(bits=2, bucket=64)), 0.5)

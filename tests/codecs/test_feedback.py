@@ -7,10 +7,10 @@ import re
 import numpy as np
 import pytest
 
+from qccl.base.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from qccl.base.errors import CodecError
 from qccl.codecs import ErrorFeedback, Momentum, OneBit, get
 from qccl.codecs.feedback import feedback_of, momentum_of
-from qccl.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from qccl.errors import CodecError
 
 
 def test_decorators_go_around_codecs():

@@ -18,11 +18,11 @@ from click.testing import CliRunner
 from schedule_cases import one_rank
 
 import qccl
+from qccl.base.dtypes import FLOAT32
 from qccl.bench.codec import codec as measured
 from qccl.codecs import Codec, ErrorFeedback, Momentum, PythonCodec, get
 from qccl.collectives.allreduce import two_round
-from qccl.cuda.source import check_codecs
-from qccl.dtypes import FLOAT32
+from qccl.engine.cuda.source import check_codecs
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-codec.md"
 
@@ -123,7 +123,7 @@ def test_a_function_that_makes_a_call_of_its_own_is_refused(int8) -> None:
 
 def test_a_rank_that_gives_up_while_its_codec_computes_tells_the_others(int8, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the latest when it is done: only then may somebody else touch what it uses."""
-    monkeypatch.setattr("qccl.host.engine._HALT_SECONDS", 0.05)
+    monkeypatch.setattr("qccl.engine.host.engine._HALT_SECONDS", 0.05)
     began = threading.Event()
 
     class Slow(int8):

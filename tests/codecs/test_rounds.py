@@ -9,13 +9,13 @@ from thread_ranks import on_ranks
 
 import qccl
 from qccl import codecs
+from qccl.base.dtypes import FLOAT32
+from qccl.base.errors import ArgumentError, CodecError
 from qccl.codecs import ErrorFeedback, MinMax, TwoRounds
 from qccl.collectives.allreduce import AllReduceSpec
 from qccl.collectives.feedback import sums_of
 from qccl.collectives.hierarchical import intra_of
-from qccl.dtypes import FLOAT32
-from qccl.errors import ArgumentError, CodecError
-from qccl.schedule import Exchange
+from qccl.collectives.schedule import Exchange
 
 SPARSE = "topk:k=8,block=128,values=exp4/k=32"
 PAIRS = (SPARSE, "trellis2:bucket=256/trellis4:bucket=384", "topk:k=5,block=64/none", "none/minmax4:bucket=64")

@@ -20,8 +20,8 @@ from oracle_buckets import TopK
 
 import qccl
 from qccl import codecs
+from qccl.base.errors import ArgumentError
 from qccl.codecs import RandomK
-from qccl.errors import ArgumentError
 
 BOUND = 6.0
 

@@ -12,7 +12,8 @@ import pytest
 from codec_table import TABLE
 
 import qccl
-from qccl import _host, codecs, dtypes
+from qccl import _host, codecs
+from qccl.base import dtypes
 from qccl.codecs.base import Codec
 
 _COUNT = 4 * (1 << 16) + 1003

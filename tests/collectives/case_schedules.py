@@ -11,10 +11,10 @@ from collective_cases import Case
 from schedule_cases import chunks_of
 
 from qccl import collectives as c
-from qccl.analysis import postconditions as expect
-from qccl.analysis.verify import verify
-from qccl.chunks import DEFAULT_DEPTH
-from qccl.schedule import Schedule
+from qccl.collectives.analysis import postconditions as expect
+from qccl.collectives.analysis.verify import verify
+from qccl.collectives.chunks import DEFAULT_DEPTH
+from qccl.collectives.schedule import Schedule
 
 SPECS: dict[str, type[c.CollectiveSpec]] = {
     **{"allreduce": c.AllReduceSpec, "coalesced": c.CoalescedSpec, "reduce_scatter": c.ReduceScatterSpec},

@@ -16,10 +16,10 @@ import oracle
 from codec_table import oracle_of
 from oracle import RngCounter, f32, from_float, to_float
 
+from qccl.base.dtypes import get as dtype_of
 from qccl.codecs import get
 from qccl.codecs.feedback import feedback_of, momentum_of
 from qccl.collectives.hierarchical import intra_of
-from qccl.dtypes import get as dtype_of
 
 Term = np.ndarray | oracle.Sparse
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import pytest
 from schedule_cases import one_rank
 
-from qccl.analysis.events import Computation, Ensemble, Gate
+from qccl.base.dtypes import BFLOAT16, FLOAT32
+from qccl.base.errors import ArgumentError
 from qccl.codecs import MinMax, NoCodec
 from qccl.codecs.base import Codec
 from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
-from qccl.dtypes import BFLOAT16, FLOAT32
-from qccl.errors import ArgumentError
-from qccl.schedule import Encode, Exchange, Reduce, Role, Schedule
+from qccl.collectives.analysis.events import Computation, Ensemble, Gate
+from qccl.collectives.schedule import Encode, Exchange, Reduce, Role, Schedule
 
 CODEC = MinMax(bits=4, bucket=8)
 ALGORITHMS = sorted(ALLREDUCE)

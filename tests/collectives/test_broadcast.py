@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from qccl.base.dtypes import FLOAT32
 from qccl.codecs import get
 from qccl.collectives import BroadcastSpec
-from qccl.dtypes import FLOAT32
 
 #: ranks, and the elements of codec ``none`` from which on a chain passes no more bytes than a binomial tree; in bytes:
 #: nbytes + (n - 2) chunk + (n - 1) hop <= depth (nbytes + hop), chunk = 96 KiB and hop = 24 KiB

@@ -12,7 +12,7 @@ from kernel_calls import assert_same_bits
 from thread_ranks import on_ranks
 
 import qccl
-from qccl.errors import ArgumentError
+from qccl.base.errors import ArgumentError
 
 
 def steps(

@@ -17,10 +17,10 @@ from oracle import to_float
 from thread_ranks import on_ranks
 
 import qccl
+from qccl.base.errors import ArgumentError
 from qccl.collectives import rounds as rounds_module
 from qccl.collectives.feedback import with_feedback
-from qccl.errors import ArgumentError
-from qccl.schedule import Op, Reduce, Schedule
+from qccl.collectives.schedule import Op, Reduce, Schedule
 
 pytestmark = pytest.mark.starts_first
 

@@ -12,8 +12,8 @@ from thread_ranks import on_ranks
 from threads import hear
 
 import qccl
+from qccl.base.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLost
 from qccl.engine.control import CONTROL_TAG
-from qccl.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLost
 from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
 
 

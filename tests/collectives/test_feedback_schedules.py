@@ -14,13 +14,25 @@ from collective_cases import BOTH, Case, with_state
 from schedule_cases import changed, one_rank, places, rejected
 
 import qccl
-from qccl.analysis import postconditions as expect
-from qccl.analysis.verify import verify
+from qccl.base.dtypes import BFLOAT16
 from qccl.codecs import ErrorFeedback, MinMax, Momentum, get
 from qccl.collectives.allreduce import ALLREDUCE
+from qccl.collectives.analysis import postconditions as expect
+from qccl.collectives.analysis.verify import verify
 from qccl.collectives.feedback import sums_of
-from qccl.dtypes import BFLOAT16
-from qccl.schedule import Commit, Encode, Exchange, Op, Reduce, Role, Schedule, Span, StateBuffer, dependencies, tasks
+from qccl.collectives.schedule import (
+    Commit,
+    Encode,
+    Exchange,
+    Op,
+    Reduce,
+    Role,
+    Schedule,
+    Span,
+    StateBuffer,
+    dependencies,
+    tasks,
+)
 
 PLAIN = MinMax(bits=4, bucket=8)
 WITH_BOTH = Momentum(ErrorFeedback(PLAIN), 0.5)

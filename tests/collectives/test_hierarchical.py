@@ -10,8 +10,8 @@ from sent_bytes import sent_by_each
 from thread_ranks import on_ranks
 
 import qccl
+from qccl.base.dtypes import FLOAT32
 from qccl.codecs import get
-from qccl.dtypes import FLOAT32
 
 
 def test_bytes_between_nodes() -> None:

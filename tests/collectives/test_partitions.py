@@ -6,15 +6,15 @@ from itertools import pairwise
 
 import pytest
 
-from qccl.chunks import ChunkPolicy
+from qccl.base.dtypes import FLOAT32
+from qccl.base.errors import ArgumentError
 from qccl.codecs import MinMax, NoCodec
+from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.operands import CallerBuffers, Group
 from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import pipeline
+from qccl.collectives.schedule import Decode, Exchange, Span, Transfer
 from qccl.collectives.wire import ALIGNMENT, Encoding, Slots, exchange
-from qccl.dtypes import FLOAT32
-from qccl.errors import ArgumentError
-from qccl.schedule import Decode, Exchange, Span, Transfer
 
 COUNTS = [0, 1, 7, 8, 9, 100, 1000, 4096]
 

@@ -12,9 +12,9 @@ from sent_bytes import sent_by_each
 from thread_ranks import on_ranks
 
 import qccl
-from qccl.analysis.verify import VerificationError
+from qccl.base.dtypes import FLOAT32
 from qccl.codecs import get
-from qccl.dtypes import FLOAT32
+from qccl.collectives.analysis.verify import VerificationError
 
 Graph = list[list[int]]  # by rank, whom it sends to
 

@@ -12,6 +12,7 @@ from kernel_calls import assert_same_bits
 from thread_ranks import on_ranks
 
 import qccl
+from qccl.base.dtypes import BFLOAT16, FLOAT32, DType
 from qccl.codecs import get
 from qccl.collectives import (
     AllGatherSpec,
@@ -23,7 +24,6 @@ from qccl.collectives import (
     ways,
 )
 from qccl.collectives.topology import costs
-from qccl.dtypes import BFLOAT16, FLOAT32, DType
 
 #: each of these makes all three collectives choose two levels
 LAYOUTS = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 1), (0, 1, 1, 2, 2, 2), (0, 0, 1, 1, 2, 2, 3, 3), (3, 3, 3, 1, 1)]

@@ -7,8 +7,8 @@ import pytest
 from sent_bytes import sent_by_each
 
 import qccl
+from qccl.base.dtypes import FLOAT32
 from qccl.codecs import get
-from qccl.dtypes import FLOAT32
 
 CODEC = get("minmax4:bucket=64")
 COUNT = 64 * 8 * 7 * 6

@@ -120,7 +120,7 @@ def test_the_dataclass_agrees_with_the_oracle_about_sizes(monkeypatch: pytest.Mo
     names, reference = run(blocks("python")[0]), run(blocks("python")[1])
     codec = names["Ternary"](64)
     assert (codec.spec(), repr(codec), codec.kernel().type) == ("ternary:bucket=64", "Ternary(bucket=64)", "Ternary")
-    with pytest.raises(qccl.errors.CodecError):
+    with pytest.raises(qccl.base.errors.CodecError):
         names["Ternary"](63)
     for count in (0, 1, 63, 64, 65, 1000):
         x = np.random.default_rng(count).standard_normal(count).astype(np.float32)
@@ -146,8 +146,8 @@ def follow(root: Path, number: int) -> None:
     dataclass, oracle_text, row = blocks("python")[3 * number : 3 * number + 3]
     options, section = blocks("markdown")[2 * number : 2 * number + 2]
     add_header(root / "kernels", name, number)
-    insert(root / "kernels/codecs.h", '#include "codecs/topk/codec.h"', f'#include "codecs/{name}/codec.h"\n')
-    insert(root / "kernels/codecs.h", " each(Trellis)", f" each({kind})")
+    insert(root / "kernels/codecs/all.h", '#include "codecs/topk/codec.h"', f'#include "codecs/{name}/codec.h"\n')
+    insert(root / "kernels/codecs/all.h", " each(Trellis)", f" each({kind})")
     (root / f"qccl/codecs/{name}.py").write_text(dataclass)
     insert(root / "qccl/codecs/__init__.py", "from qccl.codecs.trellis", f"from qccl.codecs.{name} import {kind}\n")
     insert(root / "qccl/codecs/__init__.py", ", Trellis)\n", f", {kind}")

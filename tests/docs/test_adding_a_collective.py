@@ -21,7 +21,7 @@ def follow(package: Path) -> None:
     (package / "collectives/shift.py").write_text(collective)
     insert(package / "collectives/__init__.py", "from qccl.collectives.spec import", IMPORT)
     insert(package / "collectives/__init__.py", "HierarchicalSpec,\n)", "ShiftSpec, ")
-    insert(package / "calls.py", "from qccl.costs.group import", IMPORT)
+    insert(package / "calls.py", "from qccl.communicator.profile import", IMPORT)
     insert(package / "calls.py", "_BROADCAST, _REDUCE", declaration)
     insert(package / "calls.py", "    def _call(", method + "\n")
     insert(package / "analysis/postconditions.py", "def given_replicas", postcondition + "\n\n")

@@ -14,7 +14,7 @@ from pages import DOCS, PROGRAMS, ROOT, SNIPPETS, run_mpi_program, run_snippets
 
 import qccl
 from qccl import codecs
-from qccl.launchers import detect
+from qccl.meeting.launchers import detect
 
 REFERENCE = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
 

@@ -14,7 +14,7 @@ from codec_table import oracle_codec
 
 import qccl
 from qccl import codecs
-from qccl.chunks import GPU, NETWORK, ChunkPolicy, shared_memory
+from qccl.collectives.chunks import GPU, NETWORK, ChunkPolicy, shared_memory
 from qccl.collectives.partitions import partition
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from qccl.base.errors import EngineError
 from qccl.engine.callbacks import WithCallbacks
-from qccl.errors import EngineError
 
 
 @pytest.mark.parametrize(

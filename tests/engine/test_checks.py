@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from threads import Caller
 
-from qccl.dtypes import FLOAT32
+from qccl.base.dtypes import FLOAT32
+from qccl.base.errors import ArgumentError, EngineError
+from qccl.collectives.schedule import Buffer, Exchange, Role, Schedule, Span, Transfer
 from qccl.engine.checks import caller_buffers
-from qccl.errors import ArgumentError, EngineError
-from qccl.schedule import Buffer, Exchange, Role, Schedule, Span, Transfer
 from qccl.transports.loopback import LoopbackGroup
 
 BUFFERS = {

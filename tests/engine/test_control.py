@@ -11,11 +11,11 @@ import pytest
 from schedule_cases import one_rank
 from threads import CODEC, Caller, Counting, near_sum, outcomes, ramp
 
+from qccl.base.dtypes import FLOAT32
+from qccl.base.errors import EngineError
 from qccl.collectives.allreduce import one_shot, two_round
-from qccl.dtypes import FLOAT32
+from qccl.collectives.schedule import Buffer, Decode, Encode, Exchange, Role, Schedule, Span, Transfer
 from qccl.engine.control import CONTROL_TAG, HEADER_NBYTES, Block, Header, Kind, mismatch_error
-from qccl.errors import EngineError
-from qccl.schedule import Buffer, Decode, Encode, Exchange, Role, Schedule, Span, Transfer
 
 # -- agreement -----------------------------------------------------------------------------------------------------
 

@@ -30,10 +30,10 @@ from start_ranks import needs_ucx
 from threads import CODEC, Caller, hear, near_sum, outcomes, ramp
 
 from qccl._host import RUNS_IN_FLIGHT
+from qccl.base.dtypes import FLOAT32
+from qccl.base.errors import EngineError, MismatchError, PeerLost
 from qccl.collectives.allreduce import one_shot
-from qccl.dtypes import FLOAT32
 from qccl.engine.control import CONTROL_TAG, HEADER_NBYTES, Header, Kind
-from qccl.errors import EngineError, MismatchError, PeerLost
 from qccl.transports.loopback import LoopbackTransport
 from qccl.transports.ucx import UcxTransport
 

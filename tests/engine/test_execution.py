@@ -11,10 +11,10 @@ import pytest
 from schedule_cases import one_rank
 from threads import CODEC, Caller, Wrapped, near_sum, outcomes, ramp
 
+from qccl.base.dtypes import FLOAT32
+from qccl.base.errors import PeerLost
 from qccl.collectives.allreduce import one_shot, two_round
-from qccl.dtypes import FLOAT32
 from qccl.engine.control import CONTROL_TAG
-from qccl.errors import PeerLost
 
 #: of calls that end because of another rank: longer than outcomes() waits for them
 NEVER = 10_000.0

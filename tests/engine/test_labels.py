@@ -5,10 +5,10 @@ from __future__ import annotations
 from schedule_cases import one_rank
 from threads import CODEC
 
+from qccl.base.dtypes import FLOAT32
 from qccl.collectives.allreduce import two_round
-from qccl.dtypes import FLOAT32
+from qccl.collectives.schedule import Encode, tasks
 from qccl.engine.labels import launch_label
-from qccl.schedule import Encode, tasks
 
 SCHEDULE = one_rank(two_round, 0, 2, 256, FLOAT32, CODEC, chunk_elements=64)
 PROGRAM = tuple(tasks(SCHEDULE, per_transfer=True))

@@ -11,11 +11,11 @@ from swapped_memory import COUNT, call, refused
 
 import qccl
 from qccl import _host
+from qccl.base.dtypes import FLOAT32
 from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
 from qccl.collectives.operands import CallerBuffers, Group
-from qccl.dtypes import FLOAT32
-from qccl.host.engine import HostEngine
-from qccl.schedule import Role
+from qccl.collectives.schedule import Role
+from qccl.engine.host.engine import HostEngine
 from qccl.transports.loopback import LoopbackGroup
 
 MIB = 1 << 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from threads import CODEC, Caller, outcomes
 
-from qccl.errors import ArgumentError, EngineError
-from qccl.schedule import Buffer, Encode, Role, Schedule, Span
+from qccl.base.errors import ArgumentError, EngineError
+from qccl.collectives.schedule import Buffer, Encode, Role, Schedule, Span
 
 
 def test_refusals_when_compiling():

@@ -19,9 +19,9 @@ from threads import Caller, outcomes, ramp
 import qccl
 from qccl.engine import progress
 from qccl.engine.base import Progress
-from qccl.host import engine as host
-from qccl.host.engine import HostEngine
-from qccl.host.execution import Execution
+from qccl.engine.host import engine as host
+from qccl.engine.host.engine import HostEngine
+from qccl.engine.host.execution import Execution
 
 COUNT = 300_000
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qccl.host.rig import HostRig
+from qccl.engine.host.rig import HostRig
 
 
 def test_memory_is_filled_with_repeated_values():
@@ -15,7 +15,7 @@ def test_memory_is_filled_with_repeated_values():
 
 def test_seconds_are_those_of_one_call(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("qccl.host.rig.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("qccl.engine.host.rig.time.perf_counter", lambda: now[0])
     calls = []
 
     def call():

@@ -13,11 +13,11 @@ import pytest
 from threads import Caller, outcomes, ramp
 
 import qccl
-from qccl import lifetime
+from qccl.base import lifetime
+from qccl.base.errors import ArgumentError, MismatchError, PeerLost
 from qccl.engine.control import Header, Kind, data_nbytes
-from qccl.errors import ArgumentError, MismatchError, PeerLost
-from qccl.host import engine as host
-from qccl.host import shutdown
+from qccl.engine.host import engine as host
+from qccl.engine.host import shutdown
 from qccl.transports import loopback
 
 #: of calls that end because of another rank: longer than outcomes() waits for them

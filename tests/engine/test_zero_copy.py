@@ -13,11 +13,12 @@ import pytest
 from schedule_cases import one_rank
 
 import qccl
-from qccl import codecs, dtypes
+from qccl import codecs
+from qccl.base import dtypes
 from qccl.collectives.allreduce import ALLREDUCE
 from qccl.collectives.hierarchical import Levels, hierarchical
-from qccl.host.zero_copy import remove_copies
-from qccl.schedule import Encode, Exchange, Reduce, Role, Schedule, Span, Task, Transfer, tasks
+from qccl.collectives.schedule import Encode, Exchange, Reduce, Role, Schedule, Span, Task, Transfer, tasks
+from qccl.engine.host.zero_copy import remove_copies
 
 NONE, MINMAX = codecs.get("none"), codecs.get("minmax8")
 NODES = ((0, 1, 2), (3, 4))

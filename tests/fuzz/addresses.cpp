@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../../kernels/engine/wan_sockets.h"
+#include "../../kernels/wires/wan/sockets.h"
 
 namespace fuzz {
 

@@ -15,9 +15,9 @@
 #include <utility>
 #include <vector>
 
-#include "../../kernels/engine/wan.h"
-#include "../../kernels/engine/wan_frames.h"
-#include "../../kernels/engine/wan_sockets.h"
+#include "../../kernels/wires/wan/wire.h"
+#include "../../kernels/wires/wan/frames.h"
+#include "../../kernels/wires/wan/sockets.h"
 #include "target.h"
 
 namespace {
@@ -63,7 +63,7 @@ std::vector<unsigned char> frame_bytes(const wan::Head& head, const std::vector<
   return found;
 }
 
-// A frame (kernels/engine/wan_frames.h) that the input describes in a few bytes, so that most are nearly right.
+// A frame (kernels/wires/wan/frames.h) that the input describes in a few bytes, so that most are nearly right.
 std::vector<unsigned char> frame(Input& input, wan::Kind kind) {
   Head head;
   head.kind = kind;

@@ -25,17 +25,17 @@ with atheris.instrument_imports(include=["qccl", "runs"]):
     import runs
 
     from qccl import codecs
+    from qccl.base.errors import ArgumentError, CodecError
     from qccl.bench.explain import explained
-    from qccl.costs.group import GroupProfile
-    from qccl.errors import ArgumentError, CodecError
-    from qccl.records import read_record
-    from qccl.saved import load_state, save_state
-    from qccl.transports.channel import Channel
-    from qccl.transports.join_address import JoinAddress
-    from qccl.transports.meeting_messages import Hello, Kind, part
-    from qccl.transports.meeting_messages import parse as parse_meeting
-    from qccl.transports.messages import parse, parse_member
-    from qccl.transports.strangers import NotARank
+    from qccl.communicator.profile import GroupProfile
+    from qccl.communicator.saved import load_state, save_state
+    from qccl.meeting.channel import Channel
+    from qccl.meeting.join_address import JoinAddress
+    from qccl.meeting.meeting_messages import Hello, Kind, part
+    from qccl.meeting.meeting_messages import parse as parse_meeting
+    from qccl.meeting.messages import parse, parse_member
+    from qccl.meeting.strangers import NotARank
+    from qccl.observe.records import read_record
 
 
 # -- messages --------------------------------------------------------------------------------------------------------

@@ -28,16 +28,17 @@ from codec_table import ALL
 from fuzz_headers import calls
 
 import qccl
-from qccl import codecs, dtypes
+from qccl import codecs
+from qccl.base import dtypes
 from qccl.codecs import Codec
 from qccl.collectives.allreduce import one_shot, two_round
-from qccl.costs import group
-from qccl.records import write_record
-from qccl.transports import messages
-from qccl.transports.channel import frame
-from qccl.transports.join_address import JoinAddress
-from qccl.transports.meeting_messages import Hello, Kind, Message, join
-from qccl.transports.messages import Decision, Member
+from qccl.communicator import profile
+from qccl.meeting import messages
+from qccl.meeting.channel import frame
+from qccl.meeting.join_address import JoinAddress
+from qccl.meeting.meeting_messages import Hello, Kind, Message, join
+from qccl.meeting.messages import Decision, Member
+from qccl.observe.records import write_record
 
 #: the inputs of a target
 Inputs = Iterator[bytes]
@@ -219,10 +220,10 @@ def text_inputs() -> Inputs:
         yield b"\0" + spec.encode()
     yield b"\1" + json.dumps({"byteps_compressor": "topk", "k": "0.01", "ef": "vanilla", "ef_beta": 0.9}).encode()
     yield b"\1" + json.dumps({"compressor": "minmax", "bits": 4, "momentum": "nesterov", "mu": "0.9"}).encode()
-    curve = group.Curve(((256, 1e-5), (8192, 1e-4)), 2.0)
+    curve = profile.Curve(((256, 1e-5), (8192, 1e-4)), 2.0)
     times = {("none", "two_round"): curve, ("minmax8", "two_round"): curve}
-    profile = group.GroupProfile((0, 1), "ucx").with_times(group.Kind("allreduce", "float32", "minmax8"), times)
-    yield b"\2" + json.dumps(profile.as_dict()).encode()
+    found = profile.GroupProfile((0, 1), "ucx").with_times(profile.Kind("allreduce", "float32", "minmax8"), times)
+    yield b"\2" + json.dumps(found.as_dict()).encode()
 
 
 def report_inputs() -> Inputs:

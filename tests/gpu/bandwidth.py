@@ -10,12 +10,13 @@ import numpy as np
 from device import Mirror
 from reports import report
 
-from qccl import codecs, dtypes
+from qccl import codecs
+from qccl.base import dtypes
+from qccl.base.dtypes import DType
 from qccl.codecs.base import Codec
-from qccl.cuda.libraries import HOST_TO_DEVICE, ON_DEVICE, cuda_libraries
-from qccl.dtypes import DType
+from qccl.collectives.schedule import Buffer, Decode, Encode, Op, Reduce, Role, Schedule, Span
 from qccl.engine.base import Bound, Request
-from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Role, Schedule, Span
+from qccl.engine.cuda.libraries import HOST_TO_DEVICE, ON_DEVICE, cuda_libraries
 
 _PEERS = 7
 _KINDS = ("encode", "decode", "reduce")
@@ -71,7 +72,7 @@ def _rates(
     chosen: Mapping[DType, Mapping[str, Sequence[str]]], mebibytes: int, jobs: int, repeats: int
 ) -> dict[str, Any]:
     """The rates of a copy and of kernels: of each element type, the codecs with what is measured of them."""
-    from qccl.cuda.engine import CudaEngine
+    from qccl.engine.cuda.engine import CudaEngine
 
     stream, engine = cuda_libraries().cupy.cuda.Stream(non_blocking=True), CudaEngine(Mirror(1))
     copied = _copy_rate(stream, jobs * mebibytes << 20, repeats)

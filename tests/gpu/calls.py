@@ -13,7 +13,7 @@ import numpy as np
 from device import DeviceArray, Kernels, mirrored
 
 import qccl
-from qccl.cuda.libraries import cuda_libraries
+from qccl.engine.cuda.libraries import cuda_libraries
 
 COUNT = 200_003
 

@@ -29,7 +29,7 @@ from typing import Any
 from reports import FAILED, PART, Missing, stacks_before
 
 import qccl
-from qccl.cuda import libraries
+from qccl.engine.cuda import libraries
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: the program that a section's process runs
@@ -116,7 +116,11 @@ def run_apart(
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{name}.txt"
     nccl = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(logs / f"{name}-nccl.%h.%p.txt")}
-    places = (ROOT, *(ROOT / "tests" / name for name in ("support", "cuda", "gpu")), os.environ.get("PYTHONPATH"))
+    places = (
+        ROOT,
+        *(ROOT / "tests" / name for name in ("support", "engine/cuda", "gpu")),
+        os.environ.get("PYTHONPATH"),
+    )
     environment = nccl | os.environ | {"PYTHONPATH": os.pathsep.join(str(place) for place in places if place)}
     command, seen = [sys.executable, str(PROGRAM), "--inside", name, str(limit)], dict[str, Any]()
     with contextlib.ExitStack() as end:

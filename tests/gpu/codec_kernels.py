@@ -1,4 +1,4 @@
-"""The device's kernels against the host's, byte for byte: the cases of tests/cuda, whose kernels its PTX machine runs.
+"""The device's kernels against the host's, byte for byte: the cases that tests/engine/cuda runs on its PTX machine.
 
 ``python codec_kernels.py N,N`` runs cases and says of each, when it has ended, how it went. It exits with 1 where bytes
 differ. ``overrun`` and ``race`` make a mistake, which compute-sanitizer must find; so it needs ``unpooled`` memory.
@@ -20,9 +20,9 @@ from reports import FAILED, report
 from sanitizer import on_case
 from state_cases import COMMITS, STATE_CASES, AnyCase, prepared
 
-from qccl.cuda.kernels import kernels
-from qccl.cuda.libraries import cuda_libraries
-from qccl.cuda.source import Launch
+from qccl.engine.cuda.kernels import kernels
+from qccl.engine.cuda.libraries import cuda_libraries
+from qccl.engine.cuda.source import Launch
 
 #: the first of them are CASES, which have no state
 EVERY: tuple[AnyCase, ...] = (*CASES, *STATE_CASES, *COMMITS)

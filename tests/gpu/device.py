@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from qccl.communicator import Communicator
-from qccl.cuda import CudaBackend
-from qccl.cuda.libraries import DEVICE_TO_HOST, HOST_TO_DEVICE, ON_DEVICE, cuda_libraries
+from qccl.communicator.communicator import Communicator
+from qccl.engine.cuda import CudaBackend
+from qccl.engine.cuda.libraries import DEVICE_TO_HOST, HOST_TO_DEVICE, ON_DEVICE, cuda_libraries
 from qccl.transports.base import Call, DeviceTransfer, DeviceTransport, Transport
 
 GUARD = 256

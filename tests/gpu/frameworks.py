@@ -15,7 +15,7 @@ from device import DeviceArray, Kernels, _known, mirrored
 from reports import Missing, each_of
 
 import qccl
-from qccl.cuda.libraries import cuda_libraries
+from qccl.engine.cuda.libraries import cuda_libraries
 
 COUNT = 100_003
 _ARGUMENTS = {"codec": "minmax8", "algorithm": "one_shot"}

@@ -15,9 +15,9 @@ import numpy as np
 from device import DeviceArray, Kernels
 from reports import each_of
 
-from qccl.cuda import nccl_library
-from qccl.cuda.libraries import COMPUTE_PRIORITY, TRANSFER_PRIORITY, cuda_libraries, stream_status
-from qccl.errors import EngineError
+from qccl.base.errors import EngineError
+from qccl.engine.cuda import nccl_library
+from qccl.engine.cuda.libraries import COMPUTE_PRIORITY, TRANSFER_PRIORITY, cuda_libraries, stream_status
 
 #: transfers of a group, as among 2, 4 and 8 ranks, and the bytes of each
 TRANSFERS, NBYTES = (1, 3, 7), (1 << 10, 1 << 20)

@@ -12,7 +12,7 @@ from device import DeviceArray, Kernels, mirrored
 from reports import each_of
 
 import qccl
-from qccl.cuda.libraries import cuda_libraries
+from qccl.engine.cuda.libraries import cuda_libraries
 
 COUNT = 100_003
 _ARGUMENTS = {"codec": "minmax8", "algorithm": "one_shot"}

@@ -25,7 +25,7 @@ from plain_ranks import free_ports, torch_variables
 from reports import each_of, stacks_before
 
 import qccl
-from qccl.cuda import libraries
+from qccl.engine.cuda import libraries
 
 #: NCCL then treats processes as machines; otherwise it refuses two ranks on one GPU
 ALONE = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}

@@ -18,9 +18,9 @@ from device import Apart, DeviceArray, Kernels
 from reports import each_of
 
 import qccl
-from qccl.communicator import Communicator
-from qccl.cuda import CudaBackend
-from qccl.cuda.libraries import cuda_libraries
+from qccl.communicator.communicator import Communicator
+from qccl.engine.cuda import CudaBackend
+from qccl.engine.cuda.libraries import cuda_libraries
 from qccl.transports.loopback import LoopbackGroup
 
 #: before the first use of CUDA in a process

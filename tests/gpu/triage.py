@@ -12,15 +12,15 @@ import numpy as np
 from device import DeviceArray
 
 from qccl import codecs as qccl_codecs
-from qccl import dtypes
-from qccl.cuda import source as cuda_source
-from qccl.cuda.libraries import cuda_libraries
-from qccl.schedule import Encode, Span
+from qccl.base import dtypes
+from qccl.collectives.schedule import Encode, Span
+from qccl.engine.cuda import source as cuda_source
+from qccl.engine.cuda.libraries import cuda_libraries
 
 
 def driver() -> dict[str, Any]:
     """The driver copies bytes, and NVRTC compiles a kernel that the GPU loads."""
-    from qccl.cuda.kernels import kernels
+    from qccl.engine.cuda.kernels import kernels
 
     runtime = cuda_libraries().runtime
     device = runtime.getDevice()

@@ -113,7 +113,7 @@ def on_threads(size: int, what: str) -> tuple[list[dict[str, Any]], list[int]]:
     import ranks
 
     import qccl
-    from qccl.cuda import libraries
+    from qccl.engine.cuda import libraries
 
     unique_id, local, captured = qccl.get_unique_id(), threading.local(), calls._captured
     begin, end, one_at_a_time = threading.Barrier(size), threading.Barrier(size), threading.Lock()

@@ -15,7 +15,7 @@ import patience
 import pytest
 
 from qccl import _host
-from qccl.cuda import libraries
+from qccl.engine.cuda import libraries
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -140,10 +140,15 @@ def carried(tmp_path):
     Returns a function that starts gpu-check there on fake GPUs.
     """
     tree = tmp_path / "copy of the tree"
-    for part in ("kernels", "qccl", "scripts", *(f"tests/{name}" for name in ("cuda", "gpu", "gpu_check", "support"))):
+    for part in (
+        "kernels",
+        "qccl",
+        "scripts",
+        *(f"tests/{name}" for name in ("engine/cuda", "gpu", "gpu_check", "support")),
+    ):
         shutil.copytree(ROOT / part, tree / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     shutil.copy(_host.__file__, tree / "qccl" / "_host.abi3.so")
-    places = [tree, *(tree / "tests" / name for name in ("support", "cuda", "gpu"))]
+    places = [tree, *(tree / "tests" / name for name in ("support", "engine/cuda", "gpu"))]
     places.append(
         Path(numpy.__file__).parents[1]
     )  # packages; on this path the file of an editable install does nothing
@@ -169,7 +174,8 @@ def test_a_call_that_is_killed_keeps_its_figures(carried):
     def kept():
         return [text for path in carried.results.glob("*.json") if "first part" in (text := path.read_text())]
 
-    [content] = map(json.loads, patience.wait_until(kept))
+    patience.wait_until(lambda: kept() or run.poll() is not None)
+    [content] = map(json.loads, kept())
     assert content["sections"]["probe"].items() >= {"status": "unfinished", "figures": {"first part": 1.5}}.items()
     [child] = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     run.send_signal(signal.SIGTERM)

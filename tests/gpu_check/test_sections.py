@@ -14,7 +14,7 @@ from codec_table import TABLE
 from kernel_cases import FAR
 
 import qccl
-from qccl.schedule import Span
+from qccl.collectives.schedule import Span
 
 pytestmark = [pytest.mark.starts_first, pytest.mark.usefixtures("cupy")]
 
@@ -65,12 +65,12 @@ def test_the_probe_on_a_fake_gpu(world, monkeypatch):
 def test_queues_on_a_fake_gpu(world, monkeypatch):
     """The fake's slow kernel ends after the timeout of the call behind it, by the clock of deadlines, and a while.
 
-    tests/cuda/test_deadline.py has hanging kernels.
+    tests/engine/cuda/test_deadline.py has hanging kernels.
     """
     import queues
 
     clock, delay = Clock(), 0.1
-    monkeypatch.setattr("qccl.deadline.time", clock)
+    monkeypatch.setattr("qccl.base.deadline.time", clock)
     begun: dict[fake_cuda.Node, float] = {}
 
     def holds(node: fake_cuda.Node) -> bool:
@@ -91,7 +91,7 @@ def test_staging_on_a_fake_gpu(monkeypatch):
     """The section "staged", with shorter waits; it finds wrong bytes."""
     import staged
 
-    from qccl.cuda.staging import Staging
+    from qccl.engine.cuda.staging import Staging
 
     monkeypatch.setattr(staged, "CALLS", tuple((c, a, min(n, 5000), k and 1024) for c, a, n, k in staged.CALLS))
     assert staged.check(3, 60.0).keys() == {"first_call_ms", "all_ms"}  # nothing waits so long

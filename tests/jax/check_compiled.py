@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import qccl
+from qccl.communicator.session import Session
 from qccl.jax import allreduce, default_communicator, reduce_gradients
-from qccl.session import Session
 
 RANK, SIZE = int(os.environ.pop("RANK")), int(os.environ.pop("WORLD_SIZE"))
 PROCESSORS = sorted(os.sched_getaffinity(0))

@@ -13,7 +13,7 @@ from start_ranks import needs_ucx, start_plain
 from thread_ranks import on_ranks
 
 import qccl
-from qccl.session import Session
+from qccl.communicator.session import Session
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy

@@ -13,7 +13,7 @@ from processes import RANK, SIZE
 from threads import Caller, near_sum, outcomes, ramp
 
 import qccl
-from qccl.errors import MismatchError, PeerLost
+from qccl.base.errors import MismatchError, PeerLost
 
 
 @pytest.fixture

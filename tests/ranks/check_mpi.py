@@ -9,8 +9,8 @@ from processes import RANK, SIZE
 from threads import address
 
 import qccl
+from qccl.base.errors import ArgumentError, EngineError
 from qccl.bench.plain import plain_allreduce
-from qccl.errors import ArgumentError, EngineError
 
 if not processes.OVER_MPI:
     pytest.skip("these ranks have no MPI", allow_module_level=True)

@@ -37,7 +37,7 @@ def world(monkeypatch):
 def comm(world):
     from device import Apart
 
-    from qccl.cuda import CudaBackend
+    from qccl.engine.cuda import CudaBackend
 
     transport = Apart(processes.connect(60.0))
     with qccl.Communicator._from_transport(transport, 60.0, CudaBackend) as made:

@@ -13,7 +13,7 @@ import pytest
 from processes import IS_OPEN_MPI, RANK, SIZE, TRANSPORT
 from threads import address
 
-from qccl.errors import EngineError, MismatchError, PeerLost
+from qccl.base.errors import EngineError, MismatchError, PeerLost
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import numpy as np
 import processes
 
 import qccl
-from qccl.errors import CollectiveTimeout, PeerLost
+from qccl.base.errors import CollectiveTimeout, PeerLost
 from qccl.transports import mpi
 
 TIMEOUT = 2.0

@@ -9,9 +9,9 @@ import pickle
 import time
 from typing import Any
 
-from qccl import launchers, meetings
-from qccl.connect import connected_transport
+from qccl.meeting import launchers, meetings
 from qccl.transports.choice import wanted_transport
+from qccl.transports.connect import connected_transport
 
 #: the transport that is tested
 TRANSPORT = wanted_transport() or "mpi"

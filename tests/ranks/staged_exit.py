@@ -18,8 +18,8 @@ installed.__enter__()  # and it stays so to the end
 
 from device import Apart  # noqa: E402
 
-from qccl.communicator import Communicator  # noqa: E402
-from qccl.cuda import CudaBackend  # noqa: E402
+from qccl.communicator.communicator import Communicator  # noqa: E402
+from qccl.engine.cuda import CudaBackend  # noqa: E402
 
 comm = Communicator._from_transport(Apart(processes.connect()), 20.0, CudaBackend)
 x = fake_cuda.array(np.random.default_rng(comm.rank).standard_normal(50_000).astype(np.float32), 0)

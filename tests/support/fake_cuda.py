@@ -314,12 +314,12 @@ def _load_nvml(world: World) -> None:
             raise OSError("libnvidia-ml.so.1: cannot open shared object file")
         return world.nvml
 
-    importlib.import_module("qccl.cuda.links")._nvml = load
+    importlib.import_module("qccl.engine.cuda.links")._nvml = load
 
 
 def _run_while_flags_are_read(world: World) -> None:
     """Do some of what can be done whenever the host looks at the flags of runs."""
-    flags = importlib.import_module("qccl.cuda.flags").RunFlags
+    flags = importlib.import_module("qccl.engine.cuda.flags").RunFlags
     read = flags._read
 
     def run_and_read(self: Any, word: int) -> int:
@@ -351,14 +351,14 @@ def installed(world: World, kernels: Any) -> Any:
 
 @contextlib.contextmanager
 def _in_place(world: World) -> Any:
-    from qccl import lifetime
-    from qccl.cuda import libraries
+    from qccl.base import lifetime
+    from qccl.engine.cuda import libraries
 
     made = modules(world)
     registries = len(lifetime._registries)
     parts = ("device", "engine", "flags", "kernels", "links", "memory", "nccl", "nccl_library", "program")
     parts += ("rig", "run", "staging", "watchdog", "workspace")
-    ours = tuple(f"qccl.cuda.{part}" for part in parts)
+    ours = tuple(f"qccl.engine.cuda.{part}" for part in parts)
     saved = {name: sys.modules.pop(name, None) for name in (*made, *ours)}
     sys.modules.update(made)
     libraries.cuda_libraries.cache_clear()
@@ -372,7 +372,7 @@ def _in_place(world: World) -> Any:
         del os.environ["QCCL_CACHE_DIR"]
         if folder is not None:
             os.environ["QCCL_CACHE_DIR"] = folder
-        for engine in list(getattr(sys.modules.get("qccl.cuda.engine"), "_live", ())):
+        for engine in list(getattr(sys.modules.get("qccl.engine.cuda.engine"), "_live", ())):
             engine.close(0.1)
         world.ended.set()
         for meeting in world.meetings.values():

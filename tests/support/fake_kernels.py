@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from qccl import _host, dtypes
-from qccl.cuda import source as cs
+from qccl import _host
+from qccl.base import dtypes
+from qccl.engine.cuda import source as cs
 
 _NOWHERE = 0xFFFFFFFF
 _DTYPES = {"Float32": dtypes.FLOAT32, "Float16": dtypes.FLOAT16, "BFloat16": dtypes.BFLOAT16}

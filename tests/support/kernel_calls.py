@@ -10,7 +10,8 @@ import numpy as np
 import oracle
 from oracle import MinMax, RngCounter
 
-from qccl import _host, codecs, dtypes
+from qccl import _host, codecs
+from qccl.base import dtypes
 
 DTYPES = tuple(dtype.name for dtype in dtypes.DTYPES)
 OPS = ("sum", "min", "max")

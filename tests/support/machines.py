@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from qccl.transports import topology
+from qccl.meeting import topology
 
 __all__ = ["RANKS_EACH", "pretend"]
 

@@ -39,7 +39,7 @@ class MinMax:
 
 @dataclass(frozen=True)
 class RngCounter:
-    """The counter of the random numbers (kernels/parameters.h); ``index`` is the first element's."""
+    """The counter of the random numbers (kernels/shared/parameters.h); ``index`` is the first element's."""
 
     call: int = 0
     round: int = 0

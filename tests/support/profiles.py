@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import qccl
-from qccl.costs.group import Curve, GroupProfile, Kind
+from qccl.communicator.profile import Curve, GroupProfile, Kind
 
 __all__ = ["profile"]
 

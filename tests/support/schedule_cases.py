@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from qccl.analysis.verify import VerificationError, verify
-from qccl.chunks import DEFAULT_DEPTH, NETWORK, ChunkPolicy
+from qccl.base.dtypes import FLOAT32, DType
 from qccl.codecs import Codec, MinMax
 from qccl.collectives.allreduce import ALLREDUCE
+from qccl.collectives.analysis.verify import VerificationError, verify
+from qccl.collectives.chunks import DEFAULT_DEPTH, NETWORK, ChunkPolicy
 from qccl.collectives.operands import CallerBuffers, Combine, Group
-from qccl.dtypes import FLOAT32, DType
-from qccl.schedule import Op, Schedule, Span
+from qccl.collectives.schedule import Op, Schedule, Span
 
 CODEC = MinMax(bits=4, bucket=8)
 Mutation = Callable[[list[Op]], object]

@@ -10,15 +10,15 @@ import numpy as np
 import patience
 from schedule_cases import one_rank
 
+from qccl.base.dtypes import FLOAT32
 from qccl.codecs import get
 from qccl.collectives import AllReduceSpec
 from qccl.collectives.allreduce import two_round
-from qccl.dtypes import FLOAT32
 from qccl.engine.base import Bound, Progress, Request
 from qccl.engine.control import Header, Kind
-from qccl.host.engine import HostEngine
-from qccl.host.execution import Execution
-from qccl.host.program import Program
+from qccl.engine.host.engine import HostEngine
+from qccl.engine.host.execution import Execution
+from qccl.engine.host.program import Program
 from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
 
 CODEC = get("minmax8:bucket=64")

@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / folder) for folder in ("bench", "tests/support", "tests/transports")]
+sys.path += [str(ROOT / folder) for folder in ("bench", "tests/support", "tests/transports", "tests/meeting")]
 import runs  # noqa: E402 -- it is in one of these folders
 from chaos_calls import known  # noqa: E402
 from chaos_cases import STRIKES, STYLES, UNNAMED, Case, CaseGroup, strikes_over, styles_of  # noqa: E402

@@ -26,7 +26,7 @@ from wan_groups import ports_of
 
 import qccl
 from qccl.bench.verdict import findings
-from qccl.records import FOLDER, GroupRecord, read_record, write_record
+from qccl.observe.records import FOLDER, GroupRecord, read_record, write_record
 from qccl.transports.ucx import UcxTransport
 
 __all__ = ["STRIKES", "STYLES", "UNNAMED", "Case", "CaseGroup", "connect", "set_up", "strikes_over", "styles_of"]

@@ -25,10 +25,10 @@ from hostile import Changed, Recorded, announcing, kind_of, of_call, of_kind, ou
 from schedule_cases import one_rank
 from threads import CODEC, Caller, outcomes, ramp
 
+from qccl.base.dtypes import FLOAT32
+from qccl.base.errors import QcclError
 from qccl.collectives.allreduce import one_shot, two_round
-from qccl.dtypes import FLOAT32
 from qccl.engine.control import CONTROL_TAG, HEADER_NBYTES, Kind
-from qccl.errors import QcclError
 
 COUNTS = (0, 1, 63, 1000, 3000, 20_000)
 TIMEOUT = 10.0

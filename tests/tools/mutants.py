@@ -37,9 +37,10 @@ import runs
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build/mutants"
 SUBJECTS = (
-    *("qccl/collectives", "qccl/codecs", "qccl/torch", "qccl/session.py", "qccl/state.py", "qccl/owners.py"),
-    *("qccl/cuda/program.py", "qccl/cuda/run.py", "qccl/cuda/source.py"),
-    *("qccl/transports/membership.py", "qccl/transports/regroup.py"),
+    *("qccl/collectives", "qccl/codecs", "qccl/torch"),
+    *("qccl/communicator/session.py", "qccl/communicator/state.py", "qccl/communicator/owners.py"),
+    *("qccl/engine/cuda/program.py", "qccl/engine/cuda/run.py", "qccl/engine/cuda/source.py"),
+    *("qccl/meeting/membership.py", "qccl/meeting/regroup.py"),
 )
 QUICK = "quick or not (gpu or lab or mpi or packages or processes or slow)"
 #: seconds of tests that a mutant runs at most, as they took when their lines were recorded

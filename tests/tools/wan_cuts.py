@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("support", "transports")]
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("support", "transports", "meeting")]
 from wan_groups import Group, group
 
 __all__ = ["HOW", "cut", "run"]

@@ -10,8 +10,8 @@ from torch import distributed
 
 import qccl
 import qccl.torch
-from qccl import removed
-from qccl.arguments import op_of
+from qccl.base import removed
+from qccl.collectives.arguments import op_of
 
 
 def test_reductions_of_torch():

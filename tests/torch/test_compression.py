@@ -208,7 +208,7 @@ def test_other_element_types() -> None:
 def test_traces() -> None:
     """Calls run while the backward pass still computes, and all end before it returns."""
     model = DistributedDataParallel(Sequential(*[Linear(512, 512) for _ in range(12)]), bucket_cap_mb=1)
-    events: list[qccl.trace.TraceEvent] = []
+    events: list[qccl.base.trace.TraceEvent] = []
     with qccl.torch.compress(model, group_bytes=1 << 20, trace=events) as handle:
         inside, original = [], handle._reduce
 

@@ -15,7 +15,7 @@ import torch
 from factor_digest import hard_matrices, matrix, product
 
 from qccl import _host
-from qccl.errors import ArgumentError
+from qccl.base.errors import ArgumentError
 from qccl.torch.factors import matrix_shape, orthonormal_rows, outer_sum
 
 #: r rows of n numbers, also odd ones, and as many rows as columns

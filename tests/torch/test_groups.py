@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qccl import codecs
-from qccl.errors import ArgumentError
+from qccl.base.errors import ArgumentError
 from qccl.torch.groups import Policy, faster, form_groups, table
 
 

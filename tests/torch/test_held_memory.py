@@ -14,7 +14,7 @@ from on_ranks import on_ranks
 from swapped_memory import COUNT, call, refused
 
 import qccl
-from qccl.calls import Collectives
+from qccl.communicator.calls import Collectives
 
 FEW = 300
 _MMAP_THRESHOLD = -3  # of <malloc.h>

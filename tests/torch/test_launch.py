@@ -18,7 +18,7 @@ from plain_ranks import torch_variables
 from start_ranks import start_plain
 
 import qccl
-from qccl import launchers, meetings
+from qccl.meeting import launchers, meetings
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +66,7 @@ def test_a_rank_that_gives_up_while_its_name_is_read() -> None:
 
 
 def test_the_program_of_the_readme_runs_under_torchrun(port: int, tmp_path: Path) -> None:
-    """tests/test_launch.py has the other commands."""
+    """tests/communicator/test_launch.py has the other commands."""
     (program,) = re.findall(
         r"^```python\n(# sum\.py: .*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
     )

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qccl
 from qccl.collectives import CollectiveSpec
-from qccl.session import Session
+from qccl.communicator.session import Session
 from qccl.torch import AllGather, ReduceScatter, compress
 
 NODES = (0, 0, 1, 1)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from qccl.errors import ArgumentError, CodecError
+from qccl.base.errors import ArgumentError, CodecError
 from qccl.torch import Options, process_group
 
 

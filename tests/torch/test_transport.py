@@ -19,7 +19,7 @@ from rank_calls import all_calls, check_texts_and_a_split, error_of
 
 import qccl
 from qccl.bench.plain import plain_allreduce
-from qccl.transports.torch import TorchTransport
+from qccl.transports.gloo import TorchTransport
 
 
 @on_ranks(1, 2, 3, transport="gloo")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from thread_ranks import on_ranks
 
-from qccl.errors import PeerLost
+from qccl.base.errors import PeerLost
 
 COUNT = 100_000
 SECONDS = 60.0

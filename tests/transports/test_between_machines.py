@@ -10,7 +10,7 @@ import site_ranks
 from namespaces import NEEDS_LAB, linked, outputs, started
 from site_ranks import MARK
 
-from qccl.transports.topology import network_id
+from qccl.meeting.topology import network_id
 
 pytestmark = NEEDS_LAB
 

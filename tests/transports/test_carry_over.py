@@ -8,12 +8,12 @@ from thread_ranks import on_ranks
 
 import qccl
 from qccl import codecs
+from qccl.base.dtypes import BFLOAT16, FLOAT32
 from qccl.codecs.floats import from_float32
 from qccl.collectives.allreduce import AllReduceSpec
 from qccl.collectives.feedback import sums_of
-from qccl.dtypes import BFLOAT16, FLOAT32
+from qccl.communicator.state import Forms, StateStore
 from qccl.engine.control import Block
-from qccl.state import Forms, StateStore
 
 CALL = "allreduce(algorithm=two_round)"
 

@@ -9,7 +9,7 @@ import patience
 import pytest
 from threads import address, outcomes
 
-from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost
+from qccl.base.errors import ArgumentError, CollectiveTimeout, PeerLost
 from qccl.transports.loopback import LoopbackGroup
 
 

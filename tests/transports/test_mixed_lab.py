@@ -16,11 +16,11 @@ import pytest
 from mixed_ranks import COUNT
 from start_ranks import needs_ucx
 
+from qccl.base.dtypes import FLOAT32
 from qccl.bench import lab
 from qccl.bench.lab import Lab
 from qccl.bench.params import parse_link
 from qccl.codecs import get
-from qccl.dtypes import FLOAT32
 
 pytestmark = [
     pytest.mark.lab,

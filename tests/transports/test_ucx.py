@@ -17,9 +17,10 @@ from plain_ranks import free_ports
 from start_ranks import needs_ucx
 
 import qccl
-from qccl.transports import network, ucx
-from qccl.transports.network import Network
-from qccl.transports.regroup import MembershipSocket
+from qccl.meeting import network
+from qccl.meeting.network import Network
+from qccl.meeting.regroup import MembershipSocket
+from qccl.transports import ucx
 from qccl.transports.ucx import UcxTransport
 
 pytestmark = needs_ucx

@@ -19,9 +19,10 @@ from start_ranks import needs_ucx
 from wan_groups import group
 
 import qccl
-from qccl.errors import EngineError
-from qccl.trace import TraceEvent
-from qccl.transports import topology, ucx, wan
+from qccl.base.errors import EngineError
+from qccl.base.trace import TraceEvent
+from qccl.meeting import topology
+from qccl.transports import ucx, wan
 from qccl.transports.wan import WanTransport, memory_obstacle
 
 pytestmark = needs_ucx

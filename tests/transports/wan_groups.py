@@ -16,7 +16,7 @@ from patience import wait_until
 from threads import meeting
 
 import qccl
-from qccl.transports import topology
+from qccl.meeting import topology
 from qccl.transports.wan import WanTransport
 
 __all__ = ["COUNTS", "Group", "allreduces", "group", "ports_of"]

@@ -15,7 +15,7 @@ import patience
 from strangers import has_ended
 
 from qccl import _host
-from qccl.transports import tls
+from qccl.meeting import tls
 
 __all__ = [
     "ACK",
@@ -37,7 +37,7 @@ __all__ = [
     "poll_until",
 ]
 
-#: kernels/engine/wan_frames.h: the head of a frame, its kinds, and the bytes of a message in one frame
+#: kernels/wires/wan/frames.h: the head of a frame, its kinds, and the bytes of a message in one frame
 HEAD = struct.Struct("<IIiIQQQ")
 HELLO, DATA, ACK, ANNOUNCE, POSTED, BYE, PROBE = range(1, 8)
 PART = (16 << 10) - 40
@@ -63,7 +63,7 @@ def hello(group: bytes, rank: int, to: int = 0, *, slot: int = 0, version: int =
 
 
 class Fault(Exception):
-    """What a wire reports (WireFault in kernels/engine/group_wire.h)."""
+    """What a wire reports (WireFault in kernels/wires/group_wire.h)."""
 
 
 class Lost(Fault):

@@ -4,7 +4,7 @@
 // greatest number fits. It is NaN for a bucket with a NaN or an infinity.
 #pragma once
 
-#include "../../bucket.h"
+#include "../../shared/bucket.h"
 
 namespace QCCL_NAMESPACE {
 

@@ -5,8 +5,8 @@
 // an infinity.
 #pragma once
 
-#include "../../bucket.h"
-#include "../../pack.h"
+#include "../../shared/bucket.h"
+#include "../../shared/pack.h"
 
 namespace QCCL_NAMESPACE {
 

@@ -1,8 +1,8 @@
 // The min-max codec: codes are evenly spaced from the least to the greatest value of a bucket.
 #pragma once
 
-#include "../../bucket.h"
-#include "../../pack.h"
+#include "../../shared/bucket.h"
+#include "../../shared/pack.h"
 #include "scalar.h"
 
 namespace QCCL_NAMESPACE {

@@ -3,7 +3,7 @@
 
 #include "../../host/codes.h"
 #include "../../host/elements.h"
-#include "../../random.h"
+#include "../../shared/random.h"
 #include "scalar.h"
 
 namespace QCCL_NAMESPACE {

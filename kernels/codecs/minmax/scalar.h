@@ -4,7 +4,7 @@
 // In a bucket with a NaN or an infinity all values decode to NaN.
 #pragma once
 
-#include "../../numeric.h"
+#include "../../shared/numeric.h"
 
 namespace QCCL_NAMESPACE {
 

@@ -1,7 +1,7 @@
 // No compression: the wire is the values themselves, in their own type.
 #pragma once
 
-#include "../../bucket.h"
+#include "../../shared/bucket.h"
 
 namespace QCCL_NAMESPACE {
 

@@ -5,7 +5,7 @@
 // its negative), or two, the lower side first. They are NaN for a bucket with a NaN or an infinity.
 #pragma once
 
-#include "../../bucket.h"
+#include "../../shared/bucket.h"
 
 namespace QCCL_NAMESPACE {
 

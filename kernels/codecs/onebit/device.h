@@ -1,4 +1,4 @@
-// The one-bit codec's tile. Sums of a bucket take the order of ../../bucket.h, so a bucket of a mean is one warp's at most.
+// The one-bit codec's tile. Sums of a bucket take the order of ../../shared/bucket.h, so a bucket of a mean is one warp's at most.
 #pragma once
 
 #include "../../cuda/coded.h"

@@ -10,7 +10,7 @@ namespace QCCL_NAMESPACE {
 
 constexpr u32 kSumColumns = kSumLanes / kLanes;
 
-// The sums that one pass over a bucket computes, by lanes (../../bucket.h): of all magnitudes (first), or of the negative
+// The sums that one pass over a bucket computes, by lanes (../../shared/bucket.h): of all magnitudes (first), or of the negative
 // values (first) and of the others (second).
 struct OneBitSurvey {
   f32xN first[kSumColumns], second[kSumColumns];

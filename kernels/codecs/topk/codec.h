@@ -6,7 +6,7 @@
 // NaN.
 #pragma once
 
-#include "../../pack.h"
+#include "../../shared/pack.h"
 #include "../elias_fano.h"
 #include "../sparse.h"
 

@@ -9,8 +9,8 @@
 // each sequence by the Viterbi algorithm.
 #pragma once
 
-#include "../../bucket.h"
-#include "../../pack.h"
+#include "../../shared/bucket.h"
+#include "../../shared/pack.h"
 
 namespace QCCL_NAMESPACE {
 

@@ -1,0 +1,1 @@
+"""What a program holds: init, calls on arrays and pointers, plans, work, and state."""

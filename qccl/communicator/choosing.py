@@ -1,0 +1,85 @@
+"""Chooses how a communicator makes its calls: by the profile of the group, or by constants where it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from qccl.base.errors import ArgumentError
+from qccl.collectives import CollectiveSpec, for_nodes, ways
+from qccl.communicator.profile import Choice, GroupProfile, Kind, choose, kind_of
+from qccl.communicator.session import Session
+
+__all__ = ["Chooser"]
+
+
+class Chooser:
+    """The choices of one rank. All ranks make the same ones, because their profiles are the same.
+
+    Calls with ``codec="auto"`` are measured when the first of their kind comes, unless the profile has them already. A
+    call that names its codec is decided by the profile that was loaded, and without one by constants: so the choice of
+    a call never changes.
+
+    Attributes:
+        profile: what was loaded, and what was measured since.
+    """
+
+    def __init__(self, session: Session, profile: GroupProfile) -> None:
+        """``profile`` is that of this group, without times."""
+        self._session = session
+        self._loaded: GroupProfile | None = None
+        self._refusals: dict[Kind, str] = {}  # why calls of a kind were not measured
+        self.profile = profile
+
+    def adopt(self, profile: GroupProfile) -> None:
+        """Collective: decide by a profile that was loaded. Raises ArgumentError, and MismatchError if others differ."""
+        profile.check_group(self.profile)
+        self._session.run_collective(f"agree on the profile {profile.digest()}", lambda: None)
+        self._loaded = self.profile = profile
+
+    def choose(self, specs: Sequence[CollectiveSpec], nodes: Sequence[int], stream: Any = None) -> Choice:
+        """How ranks on these nodes make a call: ``specs`` is it, or it without a codec and with the most lossy one.
+
+        With two specs it may be collective, and measure. If that is not possible, the call has no codec. ``stream`` is
+        the caller's, on CUDA. Raises ArgumentError for a call that cannot choose its codec, or not now.
+        """
+        if len(specs) == 1:
+            found = None if self._loaded is None else choose(self._loaded, specs, nodes)
+            return found or Choice(for_nodes(specs[0], nodes))
+        if self._session.size == 1:
+            return Choice(specs[0])
+        if not ways(specs[0], nodes):
+            raise ArgumentError(
+                f"codec='auto' is not possible in {specs[0].name}; name a codec, such as 'minmax8'. It is possible in "
+                f"all-reduce of one or more arrays, reduce-scatter, all-gather, broadcast and reduce"
+            )
+        kind = kind_of(specs[-1])
+        if kind not in self.profile.times and kind not in self._refusals:
+            self._measure(kind, specs, nodes, stream)
+        if refusal := self._refusals.get(kind):
+            return Choice(for_nodes(specs[0], nodes), refusal=refusal)
+        found = choose(self.profile, specs, nodes)
+        assert found is not None  # measured
+        return found
+
+    def _measure(self, kind: Kind, specs: Sequence[CollectiveSpec], nodes: Sequence[int], stream: Any) -> None:
+        """Collective: measure calls of this kind; takes less than a second, and less than the timeout."""
+        from qccl.communicator.measuring import candidates, measure  # needs NumPy
+
+        session, codecs = self._session, [spec.codec for spec in specs]
+        if session.memory.is_capturing(stream):
+            raise ArgumentError(
+                f"codec='auto' measures {kind.collective} of {kind.dtype} in its first call, and this one would become "
+                f"part of a CUDA graph; make such a call, on any array, once before the capture, or load a profile"
+            )
+        calls = candidates(kind.collective, specs[0].dtype, codecs, nodes)
+        session.engine.wait_until_idle(session.engine.timeout)
+        found = session.run_measurement(
+            f"measure {kind.collective} of {kind.dtype} with {' and '.join(codec.spec() for codec in codecs)}, for "
+            f"codec='auto'",
+            lambda: measure(session, nodes, calls),
+        )
+        if isinstance(found, str):
+            self._refusals[kind] = found
+        else:
+            self.profile = self.profile.with_times(kind, found)

@@ -1,0 +1,325 @@
+"""Measures how long the calls of a group take, in less than a second, for the group's profile.
+
+All ranks make the same calls, on memory of their own. What is called next depends only on times on which the ranks have
+agreed: each rank gets those of all ranks, exactly, and takes their mean. So each rank measures the same, and gets the
+same profile. Sums of times are exact, by math.fsum: the result of sum() depends on the version of Python, which may
+differ between ranks. It is the mean because ranks begin a call at different times: with two ranks, one waits longer by
+what the other waits less.
+
+All ways to make a call are timed at the same sizes, the smaller ones first, as far as time and memory permit; then all
+these sizes again. A measurement also ends within half of the group's timeout. If that is too short for calls of two
+sizes, or if a rank has no memory for them, there are no times, on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from qccl.base.arrays import Values
+from qccl.base.dtypes import FLOAT32, DType
+from qccl.base.errors import QcclError
+from qccl.codecs import Codec
+from qccl.codecs.floats import from_float32
+from qccl.collectives import COLLECTIVES, CollectiveSpec, spec_of_plan, ways
+from qccl.collectives.schedule import Role
+from qccl.collectives.topology import crossing_nbytes
+from qccl.communicator.profile import Curve, Label, Prediction
+from qccl.communicator.programs import Compiled
+from qccl.communicator.session import Session
+from qccl.engine.base import Request, Rig
+
+__all__ = ["candidates", "measure"]
+
+#: seconds within which all calls should have ended. The last ones may take longer than expected
+_LIMIT = 0.7
+#: a measurement takes no longer than this part of the timeout
+_OF_TIMEOUT = 0.5
+#: elements of the calls; every second size is enough where there is time for it
+_SIZES = tuple(1 << bits for bits in range(8, 23, 2))
+#: if the calls of a size take more seconds together, the network delays them: one time of each must do, and the second
+#: size comes so many sizes later, because a delay says nothing about the rate
+_LONG, _LATER = 0.06, 4
+#: seconds in which the calls of one size are repeated, how often at most, and the fewest repetitions that count
+_SLICE, _ROUNDS, _FEWEST = 0.04, 25, 3
+#: short calls are timed in bursts of 4, after a call that is not timed, if 4 take less than 10 ms: a program's calls
+#: follow each other, too, and a link whose rate is limited may let a single call pass
+_BURST, _SHORT = 4, 0.01
+#: the lower quartile of a call's times counts: disturbances only lengthen calls
+_LOW = 4
+#: agreements before the first time
+_WARM = 2
+#: how often all sizes are timed, and the part of the time for the first times: those of short calls are too long, with
+#: cold caches
+_VISITS, _FIRST = 4, 0.7
+#: begins the keys of the state that codecs keep meanwhile
+_KEY = "\0measured "
+#: elements of a call that counts as large
+_LARGE = 1 << 16
+#: random values, which are repeated
+_VALUES = 1 << 15
+#: bytes to which arrays are aligned
+_ALIGNMENT = 256
+
+
+def candidates(
+    collective: str, dtype: DType, codecs: Iterable[Codec], nodes: Sequence[int]
+) -> dict[Label, CollectiveSpec]:
+    """A call for each codec and each way in which these nodes can make it; its number of elements does not count.
+
+    Calls that differ only in the codec follow each other: they leave the ranks alike, some of which begin later than
+    others.
+    """
+    own: dict[str, Any] = {"op": "avg"} if "op" in [each.name for each in fields(COLLECTIVES[collective])] else {}
+    found: dict[Label, CollectiveSpec] = {}
+    for codec in codecs:
+        spec = spec_of_plan(collective, len(nodes), dtype.name, codec, None, own)
+        found |= {(codec.spec(), way): each for way, each in ways(spec, nodes).items()}
+    return dict(sorted(found.items(), key=lambda item: item[0][1]))
+
+
+def measure(session: Session, nodes: Sequence[int], calls: Mapping[Label, CollectiveSpec]) -> dict[Label, Curve] | str:
+    """Collective: the curves of ``calls``; or in words why there are none, because of a short timeout or no memory.
+
+    In Session.run_measurement(). State stays as it was. Raises what calls raise, after which the group is unusable.
+    """
+    rig, refusal = None, ""
+    try:
+        rig = session.engine.rig()
+    except QcclError as error:
+        refusal = str(error)
+    try:
+        with _agreed(session):
+            session.check_consistent("memory for measured calls", (), refusal, again=True)
+        if rig is None:
+            return refusal
+        found = _Measurement(session, rig, nodes, calls).run()
+        session.engine.wait_until_idle(session.engine.timeout)  # nothing uses the memory any more
+        return found
+    except _CannotCall as error:
+        return str(error)
+    finally:
+        for key in [each for each in session.state.entries if each.startswith(_KEY)]:
+            del session.state.entries[key]
+
+
+class _CannotCall(Exception):
+    """A rank cannot make a call that would be measured, and all ranks have heard of it."""
+
+
+@contextlib.contextmanager
+def _agreed(session: Session) -> Iterator[None]:
+    """Raise _CannotCall for a call that all ranks refuse, unless the group has failed.
+
+    An error elsewhere is that of one rank alone. It must leave the call and so end the group, or the other ranks would
+    go on with measured calls, and this one with the program's.
+    """
+    try:
+        yield
+    except QcclError as error:
+        if session.end.is_over:
+            raise
+        raise _CannotCall(str(error)) from error
+
+
+class _Measurement:
+    """The times so far.
+
+    The rig's memory begins with the numbers on which the ranks agree: this rank's, and those of all. The inputs of all
+    calls share one half of the rest, and their outputs the other one.
+    """
+
+    def __init__(self, session: Session, rig: Rig, nodes: Sequence[int], calls: Mapping[Label, CollectiveSpec]) -> None:
+        self._session, self._rig, self._calls = session, rig, calls
+        self._dtype = next(iter(calls.values())).dtype
+        self._samples: dict[Label, dict[int, list[float]]] = {label: {} for label in calls}
+        self._density = {label: _density(call, nodes) for label, call in calls.items()}
+        self._order = random.Random(0)  # random() is the same on all ranks, whatever their versions of Python
+        self._numbers = _ROUNDS * len(calls) + 1
+        spec = spec_of_plan("all_gather", session.size * self._numbers, "float32", "none", None, {})
+        self._all = _aligned(self._numbers * FLOAT32.itemsize)
+        self._gather = self._call(spec, {"input": 0, "output": self._all}, None)
+        free = self._all + _aligned(spec.count * FLOAT32.itemsize)
+        self._half = (rig.nbytes - free) // 2 // _ALIGNMENT * _ALIGNMENT
+        self._starts = {"input": free, "output": free + self._half}
+        values = np.random.default_rng(session.rank).standard_normal(_VALUES, np.float32)
+        self._values = from_float32(values, self._dtype).tobytes()
+        self._begin, self._elapsed, self._limit = 0.0, 0.0, 0.0
+
+    def run(self) -> dict[Label, Curve] | str:
+        """Measure until all sizes were timed often enough, or the time is over."""
+        size = self._session.size
+        all_sizes = [-(-count // size) * size for count in _SIZES]  # so that all ranks have equal parts
+        sizes = [count for count in sorted({*all_sizes}) if count == all_sizes[0] or self._fits(count)]
+        first = self._prepared(sizes[0])  # on CUDA kernels are compiled, which is not to be measured
+        self._begin = time.monotonic()
+        permitted = _OF_TIMEOUT * self._session.engine.timeout
+        for _ in range(_WARM):  # makes the connections
+            before = self._elapsed
+            least = functools.reduce(np.minimum, self._rows([permitted, float(len(sizes))]))
+        permitted, sizes = float(least[0]), sizes[: int(least[1])]
+        trip = self._elapsed - before
+        if refusal := self._refusal(3 * len(first) * trip, permitted):
+            return refusal
+        self._limit = min(_LIMIT, permitted)
+        together = self._time_calls(sizes[0], first)
+        if refusal := self._refusal(2 * together, permitted):
+            return refusal
+        if len(sizes) == 1:
+            return f"there is memory for calls of {sizes[0]} elements only"
+        at = min(_LATER if together > _LONG else 2, len(sizes) - 1)
+        self._prepared(sizes[at])[0]()  # TCP's window grows
+        self._time_calls(sizes[at])
+        measured = [sizes[0], sizes[at]]
+        with contextlib.suppress(_CannotCall):  # a rank has no memory for the next call: what was measured must do
+            while larger := [count for count in sizes[at + 1 : at + 3] if self._has_time(count, 2, _FIRST)]:
+                self._time_calls(larger[-1])
+                measured.append(larger[-1])
+                at = sizes.index(larger[-1])
+            for count in measured * (_VISITS - 1):
+                if self._has_time(count):
+                    self._time_calls(count)
+        return {label: self._curve(label) for label in self._calls}
+
+    def _refusal(self, needed: float, permitted: float) -> str:
+        """Why calls cannot be measured that take at least so many seconds; empty if they can."""
+        if self._elapsed + needed <= permitted:
+            return ""
+        return (
+            f"calls of two sizes need about {self._elapsed + needed:.2g} s, and the timeout permits {permitted:.2g} s; "
+            f"set a longer comm.timeout before the first such call"
+        )
+
+    # -- times ---------------------------------------------------------------------------------------------------------
+
+    def _time_calls(self, count: int, calls: Sequence[Callable[[], None]] = ()) -> float:
+        """Time calls of ``count`` elements, repeatedly and in changing order if they are short; the time of each once.
+
+        The very first calls are timed without one before them: behind a slow network there is no time for it.
+        """
+        is_first, calls = bool(calls), calls or self._prepared(count)
+        found = self._timed(calls, 1, 1, warms=not is_first and self._has_time(count, 2))
+        together = math.fsum(each for [each] in found)
+        if together <= _LONG:
+            burst = _BURST if together <= _SHORT else 1
+            left = max(0.0, min(_SLICE * burst, self._limit - self._elapsed))
+            found = self._timed(calls, max(_FEWEST, min(_ROUNDS, int(left / together / (1 + burst)))), burst)
+        for samples, each in zip(self._samples.values(), found, strict=True):
+            samples.setdefault(count, []).extend(each)
+        return together
+
+    def _timed(
+        self, calls: Sequence[Callable[[], None]], rounds: int, burst: int, *, warms: bool = True
+    ) -> list[list[float]]:
+        """Collective: the mean times of ``burst`` calls in a row on all ranks, for each call and round."""
+        orders = [sorted(range(len(calls)), key=lambda _: self._order.random()) for _ in range(rounds)]
+        order, times = [i for each in orders for i in each], []
+        for i in order:
+            if warms:
+                calls[i]()
+            times.append(self._rig.seconds(calls[i], burst))
+        rows = self._rows(times)
+        found: list[list[float]] = [[] for _ in calls]
+        for i, seconds in zip(order, functools.reduce(np.add, rows) / len(rows), strict=True):
+            found[i].append(max(float(seconds), 1e-9))
+        return found
+
+    def _rows(self, numbers: Sequence[float]) -> list[np.ndarray]:
+        """Collective: all ranks' numbers. Sets the time since the begin, on which the ranks agree so."""
+        own = np.zeros(self._numbers, np.float32)
+        own[: len(numbers)], own[-1] = numbers, time.monotonic() - self._begin
+        self._rig.fill(own.tobytes(), 0, own.nbytes)
+        self._gather()
+        read = self._rig.read(self._all, self._session.size * own.nbytes)
+        rows = list(np.frombuffer(read, np.float32).reshape(-1, self._numbers))
+        self._elapsed = float(functools.reduce(np.add, rows)[-1]) / len(rows)
+        return [row[: len(numbers)] for row in rows]
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def _prepared(self, count: int) -> list[Callable[[], None]]:
+        """The calls of ``count`` elements. All on the same arrays, which are those of the calls before, too."""
+        start = self._starts["input"]
+        self._rig.fill(self._values, start, start + count * self._dtype.itemsize)
+        return [
+            self._call(spec, self._starts, f"{_KEY}{label}" if spec.codec.state_names else None)
+            for label, spec in self._specs(count).items()
+        ]
+
+    def _specs(self, count: int) -> dict[Label, CollectiveSpec]:
+        return {label: replace(call, count=count) for label, call in self._calls.items()}
+
+    def _call(self, spec: CollectiveSpec, starts: Mapping[str, int], key: str | None) -> Callable[[], None]:
+        """Collective on CUDA: what makes a call. Raises _CannotCall on all ranks if one has no memory for it."""
+        session, rig = self._session, self._rig
+        values = {}
+        for name, buffer in spec.buffers(session.rank, session.size).declared.items():
+            shape, address = ((buffer.size,), (1,)), rig.address + starts[name]
+            values[name] = Values(address, buffer.size, spec.dtype, shape, name, owner=rig, writable=True)
+
+        def programs(spec: CollectiveSpec, *, in_place: bool) -> Compiled:
+            place = session.rank, session.size
+            made = Compiled(session.engine, place, spec, in_place=in_place, is_counted=False)
+            if key is not None and made.state:
+                session.state.entries.pop(key, None)  # of another size
+                session.state.take(key, made.owner, made.state, None, made.sums)
+            return made
+
+        with _agreed(session):
+            _, compiled, bound = session.bind(spec, values, key, programs, again=True)
+        return partial(session.start, compiled, bound, Request(key=key), values, rig.streams)
+
+    def _fits(self, count: int) -> bool:
+        """Whether this rank's memory is large enough for calls of so many elements."""
+        session, most = self._session, self._rig.work_nbytes
+        if count * self._dtype.itemsize > self._half or most is None:
+            return count * self._dtype.itemsize <= self._half
+        for spec in self._specs(count).values():
+            made = spec.schedule(session.rank, session.size, in_place=False, chunking=session.engine.chunking)
+            for role, allowed in ((Role.WORK, most), (Role.STATE, self._half)):
+                if sum(buffer.nbytes for buffer in made.buffers.values() if buffer.role is role) > allowed:
+                    return False
+        return True
+
+    # -- curves --------------------------------------------------------------------------------------------------------
+
+    def _has_time(self, count: int, times: int = 1, part: float = 1.0) -> bool:
+        """Whether the calls can be made so many times within a part of the time."""
+        prediction = Prediction({label: self._curve(label) for label in self._calls})
+        needed = math.fsum(prediction.seconds(label, count) for label in self._calls)
+        return self._elapsed + times * needed < part * self._limit
+
+    def _curve(self, label: Label) -> Curve:
+        """The measured times, smoothed."""
+        points = sorted((count, sorted(each)[len(each) // _LOW]) for count, each in self._samples[label].items())
+        return Curve(_rising(points), self._density[label])
+
+
+def _density(spec: CollectiveSpec, nodes: Sequence[int]) -> float:
+    count = -(-_LARGE // len(nodes)) * len(nodes)
+    return crossing_nbytes(replace(spec, count=count), nodes) / count
+
+
+def _rising(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """The points with times that do not fall, by the smallest squared changes ("pool adjacent violators")."""
+    pools: list[list[float]] = []  # neighbours whose mean is their time
+    for _, seconds in points:
+        pool = [seconds]
+        while pools and math.fsum(pools[-1]) / len(pools[-1]) > math.fsum(pool) / len(pool):
+            pool = pools.pop() + pool
+        pools.append(pool)
+    times = [math.fsum(pool) / len(pool) for pool in pools for _ in pool]
+    return tuple((count, seconds) for (count, _), seconds in zip(points, times, strict=True))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

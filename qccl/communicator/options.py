@@ -1,0 +1,124 @@
+"""The keywords of calls: those that the collectives share are declared once, with their types and defaults."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
+
+from qccl.base.dtypes import DType
+from qccl.base.errors import ArgumentError
+from qccl.base.removed import KEYWORDS
+from qccl.collectives.arguments import CodecLike
+
+if TYPE_CHECKING:
+    from qccl.base.trace import TraceEvent
+    from qccl.collectives import CollectiveSpec
+
+__all__ = ["ArrayOptions", "CallOptions", "Method", "Options", "PointerOptions", "ResultArrayOptions", "ResultOptions"]
+__all__ += ["StateArrayOptions", "StateOptions"]
+
+
+class Options(TypedDict, total=False):
+    """Keywords of every collective, on arrays and on pointers."""
+
+    codec: CodecLike
+    async_op: bool
+    chunk: int | None
+    timeout: float | None
+
+
+class ResultOptions(Options, total=False):
+    """Keywords of the collectives whose ranks all get the whole result."""
+
+    nonfinite: str
+
+
+class _OfState(TypedDict, total=False):
+    key: str | None
+    lr: float | None
+
+
+class StateOptions(Options, _OfState, total=False):
+    """Keywords of the collectives that keep the state of codecs."""
+
+
+class PointerOptions(ResultOptions, _OfState, total=False):
+    """All options of a function on pointers."""
+
+
+class _OfArrays(TypedDict, total=False):
+    dtype: DType | str | None
+    stream: Any
+    trace: list[TraceEvent] | None
+
+
+class ArrayOptions(Options, _OfArrays, total=False):
+    """Options of a method on arrays."""
+
+
+class ResultArrayOptions(ResultOptions, _OfArrays, total=False):
+    """ResultOptions of a method on arrays."""
+
+
+class StateArrayOptions(StateOptions, _OfArrays, total=False):
+    """StateOptions of a method on arrays."""
+
+
+class CallOptions(PointerOptions, _OfArrays, total=False):
+    """All options."""
+
+
+_DEFAULTS: dict[str, Any] = {
+    **{"codec": "minmax8", "async_op": False, "chunk": None, "timeout": None, "nonfinite": "propagate"},
+    **{"key": None, "lr": None, "dtype": None, "stream": None, "trace": None},
+}
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Method:
+    """A function with which programs make the calls of a collective, on arrays or on pointers.
+
+    Attributes:
+        spec: checks its calls.
+        name: tells its calls from others.
+        parameters: their names, also of those that it takes by ``**options``.
+    """
+
+    def __init__(self, spec: type[CollectiveSpec]) -> None:
+        self.spec = spec
+        self.name = ""
+        self.parameters: Collection[str] = ()
+
+    def accepts(self, options: type) -> Callable[[_F], _F]:
+        """Decorate the function, which ends in ``**options: Unpack[...]``: its signature shows these keywords."""
+
+        def decorate(function: _F) -> _F:
+            signature = inspect.signature(function)
+            shown = [
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=hint.__forward_arg__
+                )
+                for name, hint in options.__annotations__.items()
+            ]
+            signature = signature.replace(parameters=[*list(signature.parameters.values())[:-1], *shown])
+            function.__signature__ = signature  # type: ignore[attr-defined]
+            self.name, self.parameters = function.__qualname__, signature.parameters.keys()
+            return function
+
+        return decorate
+
+    def complete(self, given: Mapping[str, Any]) -> tuple[CallOptions, dict[str, Any]]:
+        """All options of a call, with defaults for those that are not given; and its other arguments.
+
+        A wrong keyword raises the TypeError that Python raises for a function without ``**``, and one of the last
+        release ArgumentError.
+        """
+        for name in given:
+            if instead := KEYWORDS.get(f"qccl.{self.name.rpartition('.')[2]}({name})"):
+                raise ArgumentError(f"{self.name}() has no argument {name!r} any more; {instead}")
+            if name not in self.parameters:
+                raise TypeError(f"{self.name}() got an unexpected keyword argument {name!r}")
+        own = {**_DEFAULTS, **given}
+        return cast(CallOptions, {name: own.pop(name) for name in _DEFAULTS}), own

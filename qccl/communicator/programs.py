@@ -1,0 +1,137 @@
+"""The compiled programs of a communicator: made once for each collective, and run many times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from qccl.collectives import CollectiveSpec
+from qccl.collectives.feedback import sums_of
+from qccl.collectives.schedule import Role, Schedule
+from qccl.communicator.state import Forms, Parts
+from qccl.engine.base import Engine, Program
+
+if TYPE_CHECKING:
+    from qccl._host import CallTable
+
+__all__ = ["Compiled", "ProgramCache"]
+
+#: bytes of workspace that the idle programs of one communicator may hold together
+CACHE_NBYTES = 256 << 20
+#: collectives with programs, and programs of one collective: so many of its calls are under way at once
+CACHE_COLLECTIVES = 512
+CACHE_PROGRAMS = 16
+
+
+class Compiled:
+    """The programs of one collective, on arrays in place or not, and the state of its codec.
+
+    A call takes a program that no other run uses. Where all are in use and there are CACHE_PROGRAMS, calls share one,
+    and run one after the other.
+
+    Attributes:
+        programs: as many as calls were under way at once.
+        keeps_state: the codec keeps state under a key; not every rank has some.
+        state: the elements and their type of each of this rank's state buffers, by its name.
+        owner: the text that state under a key belongs to.
+        sums: see StateStore.take().
+        used: number of the group's call that used it last.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        place: tuple[int, int],
+        spec: CollectiveSpec,
+        *,
+        in_place: bool,
+        is_counted: bool = True,
+    ) -> None:
+        """``place``: this rank, and the number of ranks; ``is_counted``: its calls are part of the statistics."""
+        self._engine, self._place, self.spec, self.in_place = engine, place, spec, in_place
+        schedule = self.schedule()
+        self.keeps_state = bool(spec.codec.state_names)
+        self.state: Forms = {
+            name: (buffer.size, buffer.dtype)
+            for name, buffer in schedule.buffers.items()
+            if buffer.role is Role.STATE and buffer.dtype is not None
+        }
+        self.owner = spec.state_owner(schedule.name) if self.keeps_state else ""
+        self.sums: Parts = sums_of(schedule) if self.state else ()
+        self.used = 0
+        label = spec.name, spec.codec.spec(), spec.count
+        self._counted = engine.tallies.counted(*label) if is_counted else None
+        self.programs: list[Program] = [engine.compile(schedule, self._counted)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of workspace."""
+        return sum(program.workspace_nbytes for program in self.programs)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a run of any program has not ended (never on CUDA)."""
+        return any(program.users for program in self.programs)
+
+    def schedule(self) -> Schedule:
+        """The schedule of this rank."""
+        return self.spec.schedule(*self._place, in_place=self.in_place, chunking=self._engine.chunking)
+
+    def another(self) -> Program:
+        """A program for a run while the first one is in use."""
+        for program in self.programs:
+            if not program.users:
+                return program
+        if len(self.programs) == CACHE_PROGRAMS:
+            return min(self.programs, key=lambda program: program.users)
+        self.programs.append(self._engine.compile(self.schedule(), self._counted))
+        return self.programs[-1]
+
+
+class ProgramCache:
+    """The programs of a communicator's calls, or of a plan's runs.
+
+    Programs that are idle, of the collectives that were used longest ago, are dropped if there are too many
+    collectives or too much workspace. Those of the last collective, and of calls under way, are kept, whatever their
+    size.
+    """
+
+    def __init__(self, engine: Engine, place: tuple[int, int], calls: CallTable) -> None:
+        """``place``: this rank, and the number of ranks; ``calls`` are those that use programs of this cache."""
+        self._engine, self._place, self._calls = engine, place, calls
+        self._compiled: dict[tuple[CollectiveSpec, bool], Compiled] = {}
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    def __iter__(self) -> Iterator[Compiled]:
+        return iter(self._compiled.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of workspace."""
+        return sum([program.workspace_nbytes for compiled in self._compiled.values() for program in compiled.programs])
+
+    def get(self, spec: CollectiveSpec, *, in_place: bool) -> Compiled:
+        """The programs of a collective; compiles the first one."""
+        found = self._compiled.get((spec, in_place))
+        if found is None:
+            found = Compiled(self._engine, self._place, spec, in_place=in_place)
+            self._compiled[spec, in_place] = found
+        found.used = self._engine.numbers.sequence
+        self._evict(found)
+        return found
+
+    def _evict(self, newest: Compiled) -> None:
+        nbytes = self.nbytes
+        while len(self._compiled) > CACHE_COLLECTIVES or nbytes > CACHE_NBYTES:
+            others = [key for key, other in self._compiled.items() if other is not newest and not other.is_busy]
+            if not others:
+                return
+            nbytes -= self._compiled.pop(min(others, key=lambda key: self._compiled[key].used)).nbytes
+            self._calls.clear()
+
+    def clear(self) -> None:
+        """Drop every program; calls under way keep theirs."""
+        self._compiled.clear()
+        self._calls.clear()

@@ -1,0 +1,56 @@
+"""The end of a communicator: whether it has failed or was closed, and why. Nothing else keeps that."""
+
+from __future__ import annotations
+
+from qccl.base.errors import ArgumentError, EngineError, QcclError, forked
+from qccl.base.lifetime import Registry
+
+__all__ = ["End"]
+
+
+class End:
+    """Whether one communicator is over. Its session and its engine, in all their threads, ask and tell this object.
+
+    A run that has failed, or a Work, has an error of its own: it may have ended well before the communicator failed.
+
+    Attributes:
+        failure: the first one, or None.
+        closed: the communicator was closed, perhaps after a failure.
+        is_over: one of both.
+        has_left: the engine has told the other ranks, as far as they can be, and has nothing more to do.
+        is_forked: this is a child of os.fork(), and the communicator is the parent's.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.failure: QcclError | None = None
+        self.closed = self.is_over = self.has_left = self.is_forked = False
+        self._failures: dict[None, QcclError] = {}
+        _ends.add(self)
+
+    def fail(self, error: QcclError) -> QcclError:
+        """Keep the first failure; returns it. After close() nothing fails any more."""
+        if self.closed:
+            return error
+        # in one step, without a lock: threads fail at the same time, and a signal's handler in the middle of another
+        self.failure = first = self._failures.setdefault(None, error)
+        self.is_over = True
+        return first
+
+    def close(self) -> None:
+        """There are no more calls."""
+        self.closed = self.is_over = True
+
+    def check(self) -> None:
+        """Raise the failure, or ArgumentError after close()."""
+        if self.closed:
+            raise ArgumentError("this communicator is closed; make another with qccl.init()")
+        if self.failure is not None:
+            raise self.failure
+
+    def _forked(self) -> None:
+        self.failure = self._failures[None] = EngineError(forked(self.rank))
+        self.is_over = self.has_left = self.is_forked = True
+
+
+_ends = Registry(at_fork=End._forked)

@@ -1,0 +1,154 @@
+"""What the caller holds in the memory of this process; nothing is copied.
+
+Accepted: objects that speak DLPack or the buffer protocol, NumPy arrays of ml_dtypes' bfloat16, arrays of uint16 that
+hold bfloat16 (``dtype="bfloat16"``), and raw addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from qccl import _host
+from qccl.base import dtypes
+from qccl.base.arrays import EXPONENT_BITS, Pointer, Values, check_pointer, check_unmoved, from_view, unreadable
+from qccl.base.dtypes import BFLOAT16, DType
+from qccl.base.errors import ArgumentError, InvalidBufferError
+from qccl.base.scalars import as_integer
+from qccl.base.tensors import check_values, forbid_resizing, is_tensor, storage_of
+from qccl.codecs.base import Codec
+
+__all__ = ["HostMemory"]
+
+_DLPACK_CPU = 1
+_DLPACK_DEVICES = {2: "CUDA", 3: "CUDA pinned host", 7: "Vulkan", 8: "Metal", 10: "ROCm", 13: "CUDA managed"}
+
+
+class HostMemory:
+    """Memory of this process (interface: Memory)."""
+
+    has_streams = False
+
+    def __init__(self) -> None:
+        self.calls = _host.CallTable(Codec)
+
+    def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
+        """An array in memory of the host, by DLPack or by the buffer protocol; NumPy's bfloat16 by its bits.
+
+        A masked array is refused, because its masked values would be combined.
+        """
+        wanted = None if dtype is None else dtypes.get(dtype)
+        try:
+            view = _host.describe(array)
+        except (TypeError, BufferError, RuntimeError, ValueError) as error:
+            if not _is_bfloat16_of_numpy(array):
+                allowed = "a NumPy, torch, JAX or CuPy array, or a raw pointer"
+                raise unreadable(array, what, allowed, _refusal(array)) from error
+            view, wanted = _host.describe(array.view("uint16")), BFLOAT16
+        if view.device_type != _DLPACK_CPU:
+            device = _DLPACK_DEVICES.get(view.device_type, f"DLPack device type {view.device_type}")
+            raise InvalidBufferError(
+                f"{what} is in {device} memory, but this communicator works on host memory; copy it to the host, or "
+                f'make the communicator with qccl.init(backend="cuda")'
+            )
+        if _is_masked(array):
+            raise InvalidBufferError(
+                f"{what} is a masked array, and the values under its mask would be combined, too; pass "
+                f"{what}.filled(0), which is a copy, or {what}.data"
+            )
+        return from_view(view, array, wanted, writable=writable, what=what)
+
+    def from_pointer(self, pointer: Pointer, count: int, dtype: DType, *, writable: bool, what: str) -> Values:
+        """An address; null, unaligned, unmapped and read-only ones are refused."""
+        address = check_pointer(pointer, count, dtype, what)
+        values = Values(address, count, dtype, ((count,), (1,)), what, owner=pointer, writable=writable)
+        if count and not _host.may_access(address, values.nbytes, writable):
+            self._refuse(values)
+        return values
+
+    def _refuse(self, values: Values) -> NoReturn:
+        """Raise InvalidBufferError for a raw address that may not be used."""
+        address, nbytes = values.address, values.nbytes
+        place = (
+            f"{values.what}: the {values.count} elements of {values.dtype} at [{address:#x}, {address + nbytes:#x}) are"
+        )
+        if values.writable and _host.may_access(address, nbytes, False):
+            raise InvalidBufferError(
+                f"{place} read-only, at least in part, and the result would be written there; pass memory that may be "
+                f"written"
+            )
+        raise InvalidBufferError(f"{place} not all memory of this process (a device pointer, or a count too large?)")
+
+    def hold(self, values: Iterable[Values]) -> None:
+        """PyTorch's tensors cannot be resized from now on.
+
+        Other arrays refuse it by themselves while their memory is in use (NumPy unless told not to).
+        """
+        for each in dict.fromkeys(values):  # in place, each is the input and the output
+            if is_tensor(each.array):
+                check_unmoved(each)
+                forbid_resizing(each.array)
+
+    def recheck(self, checked: Iterable[tuple[int | None, Values]], arrays: Sequence[Any], *, hold: bool) -> list[Any]:
+        """Ask the kernel about pointers, and look at the tensors' negation and storage."""
+        owners, may_access = [], _host.may_access
+        for number, values in checked:
+            if number is None:
+                count = values.count
+                if count and not may_access(values.address, count * values.dtype.itemsize, values.writable):
+                    self._refuse(values)
+            else:
+                tensor = arrays[number]
+                check_values(tensor, values.what)
+                owners.append(storage_of(tensor, values.address, values.nbytes, values.what))
+                if hold:
+                    forbid_resizing(tensor)
+        return owners
+
+    def streams(self, stream: Any, arrays: Iterable[Any]) -> tuple[int, ...]:
+        """The empty tuple: the host has no streams. Raises ArgumentError for any stream but 0."""
+        if stream is not None and as_integer(stream) != 0:
+            raise ArgumentError(
+                f"stream={stream} was given, but the host backend has no streams; pass 0, or leave it out"
+            )
+        return ()
+
+    def is_capturing(self, stream: Any) -> bool:
+        """Never: the host has no graphs."""
+        return False
+
+    def first_nonfinite(self, values: Values) -> int | None:
+        """Searched block by block, without a copy."""
+        import numpy as np
+
+        exponent = EXPONENT_BITS[values.dtype.name]
+        memory = (ctypes.c_char * values.nbytes).from_address(values.address)
+        bits = np.frombuffer(memoryview(memory), np.dtype(f"u{values.dtype.itemsize}"))
+        block = 1 << 20
+        for start in range(0, values.count, block):
+            found = np.flatnonzero((bits[start : start + block] & exponent) == exponent)
+            if found.size:
+                return start + int(found[0])
+        return None
+
+
+def _is_bfloat16_of_numpy(array: Any) -> bool:
+    """Whether it is an array of ml_dtypes' bfloat16, which neither DLPack nor the buffer protocol of NumPy knows."""
+    return getattr(getattr(array, "dtype", None), "name", None) == "bfloat16" and hasattr(array, "__array_interface__")
+
+
+def _is_masked(array: Any) -> bool:
+    """Whether it is one of numpy.ma's arrays."""
+    masked = sys.modules.get("numpy.ma")
+    return masked is not None and isinstance(array, masked.MaskedArray)
+
+
+def _refusal(array: Any) -> str:
+    """Why an array gives no access to its memory, in the words of its library."""
+    try:
+        array.__dlpack__()
+    except Exception as error:
+        return "it has neither __dlpack__ nor a buffer" if isinstance(error, AttributeError) else str(error)
+    return "its element type is none of DLPack's"

@@ -1,0 +1,200 @@
+"""A schedule compiled for the host.
+
+A Program holds everything that is the same in each run: the workspace, and the steps (kernels/engine/steps.h), which
+are kernel calls bound to their addresses, transfers, and the dependencies between them. Native code runs the steps
+(kernels/engine/run.h, loop.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qccl import _host
+from qccl.base.dtypes import FLOAT32
+from qccl.base.errors import EngineError
+from qccl.collectives.schedule import (
+    Commit,
+    Decode,
+    Encode,
+    Reduce,
+    Role,
+    Schedule,
+    Span,
+    StateBuffer,
+    Task,
+    Transfer,
+    tasks,
+)
+from qccl.engine.checks import caller_buffers
+from qccl.engine.control import Block
+from qccl.engine.host.zero_copy import remove_copies
+from qccl.engine.labels import Label, labels
+from qccl.observe.tallies import Counted, traffic
+
+__all__ = ["Program"]
+
+_ALIGNMENT = 64
+#: a send takes values from the caller's array if they have at least so many bytes; copying fewer takes less than 1 us
+_LEAST_DIRECT = 16 << 10
+_OPS = {"sum": 0, "min": 1, "max": 2}
+
+
+class Program:
+    """A compiled schedule with its workspace; one run at a time, and others wait for it.
+
+    Attributes:
+        rank: of the schedule.
+        memory: the addresses of all buffers, and the numbers of the run (_host.Memory).
+        workspace_nbytes: bytes of the workspace.
+        callers: the buffers whose addresses each run is given, by name.
+        running: a run is under way.
+        users: runs that were accepted and have not ended, queued ones included.
+        header_text: of the headers that the native run has; the next run sends them again if its text is the same.
+        addresses: of the caller's buffers, as the last run had them.
+        labels: of each task in a trace; empty before label().
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        threads: int,
+        eager_nbytes: int,
+        sends_ahead: Sequence[int] = (),
+        counted: Counted | None = None,
+    ) -> None:
+        """``threads`` may share an operation; ``eager_nbytes`` of data may be sent with a header.
+
+        ``sends_ahead``: see transports/base.py. ``counted``: where runs are counted when they end; None: nowhere.
+        """
+        self.rank = schedule.rank
+        self.running = False
+        self.users = 0
+        self.header_text: str | None = None
+        self.labels: list[Label] = []
+        self._numbers = {name: i for i, name in enumerate(schedule.buffers)}
+        self.callers = caller_buffers(schedule)
+        self.addresses: Mapping[str, int] | None = None
+        self.memory = _host.Memory(len(self._numbers))
+        self.memory.threads = threads
+        for name, buffer in self.callers.items():
+            self.memory.add_caller(self._numbers[name], buffer.nbytes, buffer.role in (Role.OUTPUT, Role.STATE))
+        self._workspace = self._allocate(schedule)
+        self.workspace_nbytes = self._workspace.nbytes
+        self._least = max(_LEAST_DIRECT, eager_nbytes + 1)
+        # the tasks are not kept: they are most of the memory that a long schedule takes
+        every, needs = remove_copies(tuple(tasks(schedule, per_transfer=True)), self._least)
+        self.steps = _host.Steps(schedule.rank, schedule.size, eager_nbytes, sends_ahead)
+        self._direct: list[tuple[int, str, int]] = []  # sends from the caller's memory: step, buffer and offset
+        for task, needed in zip(every, needs, strict=True):
+            if task.transfer is None:
+                writes_output = any([schedule.buffers[span.buffer].role is Role.OUTPUT for span in task.writes()])
+                self.steps.add_operation(self._operation(task, schedule), needed, writes_output)
+            else:
+                self._add_transfer(task, task.transfer, needed, schedule)
+        self.steps.link()
+        self.run = _host.Run(self.steps, self.memory)
+        if counted is not None:
+            self.run.count_in(*counted, *traffic(schedule))
+
+    def bind(self, addresses: Mapping[str, int]) -> None:
+        """Set the caller's addresses; not during a run."""
+        if addresses != self.addresses:
+            for name in self.callers:
+                self.memory[self._numbers[name]] = addresses[name]
+            for step, name, offset in self._direct:
+                self.steps.set_source(step, addresses[name] + offset)
+        self.addresses = addresses
+
+    def label(self, schedule: Schedule) -> None:
+        """Before the first run with a trace: find the label of each task; ``schedule`` is the one that was compiled."""
+        if not self.labels:
+            every = tuple(tasks(schedule, per_transfer=True))
+            known = dict(zip(map(_identity, every), labels(every, schedule.buffers), strict=True))
+            kept, _ = remove_copies(every, self._least)
+            self.labels = [known[_identity(task)] for task in kept]
+
+    def _allocate(self, schedule: Schedule) -> Block:
+        """One block for all work buffers; enters their addresses into the memory table."""
+        offsets, total = {}, 0
+        for name, buffer in schedule.buffers.items():
+            if buffer.role is Role.WORK:
+                offsets[name] = total
+                total += -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
+        block = Block(total)
+        for name, offset in offsets.items():
+            self.memory[self._numbers[name]] = block.address + offset
+        return block
+
+    def _operation(self, task: Task, schedule: Schedule) -> _host.Operation:
+        def at(span: Span) -> tuple[int, int]:
+            return self._numbers[span.buffer], span.start * schedule.buffers[span.buffer].itemsize
+
+        def code(span: Span) -> int:
+            dtype = schedule.buffers[span.buffer].dtype
+            if dtype is None:
+                raise EngineError(f"operation {task.op_index} takes values from {span.buffer!r}, a buffer of bytes")
+            return dtype.code
+
+        def state(op: Reduce) -> tuple[Any, ...]:
+            def old_and_new(buffers: StateBuffer | None) -> Any:
+                return None if buffers is None else (at(buffers.old), at(buffers.new))
+
+            if op.state is None:
+                return ()
+            residual, momentum, dtype = op.state.residual, op.state.momentum, FLOAT32
+            if residual is not None:
+                dtype = residual.dtype
+            return old_and_new(residual), old_and_new(momentum), op.state.mu, op.state.beta, dtype.code
+
+        memory, rank = self.memory, schedule.rank
+        match task.op:
+            case Encode(codec, src, wire, index, round_):
+                return _host.Encode(memory, codec.host(), code(src), at(src), at(wire), len(src), index, round_, rank)
+            case Decode(codec, wire, dst, accumulate, index, round_, maker):
+                return _host.Decode(
+                    memory, codec.host(), code(dst), at(wire), at(dst), len(dst), accumulate, index, round_, maker
+                )
+            case Reduce() as op:
+                values = op.own if op.own is not None else op.out
+                if values is None:
+                    raise EngineError(f"operation {task.op_index} is a Reduce with neither own values nor an output")
+                return _host.Reduce(
+                    memory,
+                    op.codec.host(),
+                    code(values),
+                    [at(src) for src in op.srcs],
+                    None if op.own is None else at(op.own),
+                    op.own_index,
+                    None if op.wire is None else at(op.wire),
+                    None if op.out is None else at(op.out),
+                    len(values),
+                    _OPS[op.op],
+                    op.scale,
+                    op.index,
+                    op.round,
+                    rank,
+                    op.src_ranks,
+                    op.src_round,
+                    *state(op),
+                )
+            case Commit(guard, state_buffers):
+                copies = [(at(each.new), at(each.old), len(each.new) * each.dtype.itemsize) for each in state_buffers]
+                return _host.Commit(memory, [(code(span), at(span), len(span)) for span in guard], copies)
+            case _:
+                raise EngineError(f"the host engine cannot run {type(task.op).__name__} (operation {task.op_index})")
+
+    def _add_transfer(self, task: Task, transfer: Transfer, needed: Sequence[int], schedule: Schedule) -> None:
+        span = transfer.span
+        buffer = schedule.buffers[span.buffer]
+        address = self.memory[self._numbers[span.buffer]] + span.start * buffer.itemsize
+        if task.source is not None:
+            offset = task.source.start * schedule.buffers[task.source.buffer].itemsize
+            self._direct.append((len(self.steps), task.source.buffer, offset))
+        tag = 1 + task.sequence % _host.TAGS_PER_RUN
+        self.steps.add_transfer(task.is_send, transfer.peer, tag, address, len(span) * buffer.itemsize, needed)
+
+
+def _identity(task: Task) -> tuple[int, Transfer | None, bool, int]:
+    """A key that identifies a task in its schedule, also after remove_copies() has changed the source of its send."""
+    return task.op_index, task.transfer, task.is_send, task.sequence

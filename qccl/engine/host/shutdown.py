@@ -1,0 +1,93 @@
+"""The control messages at the end of a group: each rank tells the others that it leaves, or that it gives up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from qccl import _host
+from qccl.base.deadline import Deadline
+from qccl.base.errors import MismatchError, QcclError, failure_text, gave_up
+from qccl.engine.control import CALL, Header, Kind, data_nbytes
+from qccl.transports.base import Transport
+
+__all__ = ["Shutdown", "leave"]
+
+#: how long a failing rank tries to send its last control message
+_FLUSH_SECONDS = 0.1
+#: how long a rank whose call differs waits until the others have heard of it: the end of its connections may overtake
+#: its last message, and then they would take it for lost
+_MISMATCH_SECONDS = 1.0
+
+
+class Shutdown:
+    """Sends this rank's last control message, and takes those of the other ranks. The caller holds the engine's lock.
+
+    Attributes:
+        left: ranks that make no more calls, with the text of their last control message.
+    """
+
+    def __init__(self, loop: _host.Loop) -> None:
+        self._loop = loop
+        self.left: dict[int, str] = {}
+
+    def tell(self, kind: Kind, text: str) -> None:
+        """Begin to send this rank's last control message to all others."""
+        message = _packed(kind, text)
+        with contextlib.suppress(QcclError):  # of the wire; a signal handler's come after it has the message
+            self._loop.broadcast_control(message)
+
+    def flush(self) -> None:
+        """Wait a moment until it is sent."""
+        deadline = Deadline(_FLUSH_SECONDS)
+        while self._loop.control_sends and not deadline.is_over:
+            with contextlib.suppress(QcclError):
+                self._loop.drain(1, self._note)
+
+    def hear_others(self) -> None:
+        """Wait until every other rank has sent its last control message, too, or none can any more."""
+        deadline, idle = Deadline(_MISMATCH_SECONDS), 0
+        with contextlib.suppress(QcclError):  # a rank closed its connections: it has heard of all
+            while self._are_missing(self._loop.refused) and not deadline.is_over:
+                idle += 1
+                with contextlib.suppress(MismatchError):
+                    self._loop.drain(idle, self._note)
+
+    def close(self, text: str, timeout: float, on_control: Callable[[int, bytes], None]) -> bool:
+        """Collective: leave when all other ranks do. False if some have not after ``timeout`` seconds."""
+        deadline, idle = Deadline(timeout), 0
+        self._loop.broadcast_control(_packed(Kind.CLOSE, text))
+        while self._loop.control_sends or self._are_missing():
+            idle += 1
+            self._loop.drain(idle, on_control)
+            if deadline.is_over:
+                return False
+        return True
+
+    def _are_missing(self, refused: int = 0) -> bool:
+        """Whether last control messages of other ranks are missing, beside those of ``refused`` ranks."""
+        return len(self.left) + refused < self._loop.size - 1
+
+    def _note(self, peer: int, message: bytes) -> None:
+        header = Header.unpack(message, peer)
+        if header.kind is not Kind.CALL:
+            self.left[peer] = header.text
+
+
+def leave(transport: Transport, error: BaseException) -> None:
+    """Tell the others of a group that an exception keeps from the program, and that may not be connected to all."""
+    if transport.engine is not None:
+        transport.engine.fail(gave_up(transport.rank, error))
+        return
+    text = failure_text(transport.rank, error)
+    wire = transport.wire or _host.PythonWire(transport)
+    with contextlib.suppress(QcclError, ValueError, IndexError):  # a rank is not connected
+        shutdown = Shutdown(_host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL))
+        shutdown.tell(Kind.ABORT, text)
+        shutdown.flush()
+    transport.abort(text)
+
+
+def _packed(kind: Kind, text: str) -> bytes:
+    """A control message."""
+    return Header(kind, 0, text).pack() + data_nbytes(0)

@@ -1,0 +1,194 @@
+"""The processes that call this one: a bounded number, of bounded size, each of which must say soon what it wants.
+
+This is the only place that accepts connections in Python: for rank 0 of a meeting (meeting_host.py), and for the
+sockets of a group's processes (membership_callers.py). Anybody may connect, so a caller is *unknown* until it has said
+what it wants, and perhaps has proved it. Only unknown callers count for the bounds.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from qccl.base.deadline import Deadline
+from qccl.meeting import descriptors
+from qccl.meeting.channel import MOST_NBYTES, Channel, Keys
+from qccl.meeting.secure_socket import SecureSocket
+from qccl.meeting.sockets import BACKLOG, seats, send_at_once
+from qccl.meeting.strangers import NotARank, report
+
+__all__ = ["NO_ROOM", "Caller", "Callers"]
+
+#: the first byte of every TLS connection
+HANDSHAKE = b"\x16"
+
+#: how long a caller may take to say what it wants
+HELLO_SECONDS = 5.0
+#: connections that one accept() accepts (more than wait at the socket), and bytes of incomplete messages, at most
+_MOST_ACCEPTED = 2 * BACKLOG
+_MOST_NBYTES = 8 << 20
+NO_ROOM = "too many of them at once"
+
+
+class Caller(Channel):
+    """A connection that this process has accepted.
+
+    Attributes:
+        until: when it is dropped.
+        begins_with_tls: its first byte is that of TLS.
+        may_be_plain: it may send sealed messages, without TLS, to a process that has a key for TLS.
+    """
+
+    may_be_plain = True
+
+    def __init__(
+        self, connection: socket.socket, keys: Keys, parse: Callable[[bytes], Any], most: int = MOST_NBYTES
+    ) -> None:
+        super().__init__(connection, parse, keys.seal, most=most)
+        self._fresh: socket.socket | None = connection  # until it is known how it speaks
+        self._keys = keys
+        self.until = Deadline(HELLO_SECONDS)
+        self.begins_with_tls = False
+
+    @property
+    def is_plain(self) -> bool:
+        """It has begun to speak, without TLS, to a process that has a key for it."""
+        return bool(self._keys.tls) and self._fresh is None and not isinstance(self._connection, SecureSocket)
+
+    def hear(self) -> None:
+        """Hear as a Channel does. First find out whether the caller begins with TLS."""
+        if self._fresh is not None:
+            self._fresh.setblocking(False)
+            try:
+                first = self._fresh.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                return
+            except OSError:
+                first = b""
+            self.begins_with_tls = first == HANDSHAKE
+            if self.begins_with_tls and self._keys.tls:
+                self._connection = SecureSocket(self._fresh, self._keys.tls, is_server=True)
+            self._fresh = None
+            if first and self.is_plain and not self.may_be_plain:
+                raise NotARank("it does not have the secret, or speaks another protocol")
+        super().hear()
+
+
+_C = TypeVar("_C", bound=Caller)
+
+
+class Callers(ABC, Generic[_C]):
+    """The connections to a listening socket, which belongs to this object. Subclasses say what callers may say."""
+
+    def __init__(self, server: socket.socket, keys: Keys) -> None:
+        self._server, self._keys = server, keys
+        self._unknown: dict[_C, None] = {}  # the oldest first
+        self._known: dict[_C, None] = {}
+        server.setblocking(False)
+
+    def __contains__(self, caller: _C) -> bool:
+        return caller in self._unknown or caller in self._known
+
+    @abstractmethod
+    def _welcome(self, connection: socket.socket) -> _C:
+        """A new caller."""
+
+    @abstractmethod
+    def _judge(self, caller: _C) -> None:
+        """Act on what a caller has sent; never blocks for long. Raises NotARank."""
+
+    def _hear(self, caller: _C) -> None:
+        """Read what a caller has sent, and act on it; drop the largest callers of too many bytes."""
+        try:
+            caller.hear()
+            self._judge(caller)
+        except NotARank as stranger:
+            self._refuse(caller, stranger)
+        while caller in self._unknown and sum(each.nbytes for each in self._unknown) > _MOST_NBYTES:
+            self.drop(max(self._unknown, key=lambda each: each.nbytes), "too many bytes")
+
+    def _refuse(self, caller: _C, stranger: NotARank) -> None:
+        """A caller is not a rank, or says what no rank says now."""
+        report(str(stranger))
+        self.drop(caller)
+
+    def _forget(self, caller: _C) -> None:
+        """A caller is about to be closed, or belongs to somebody else from now on."""
+
+    def _oldest_known(self) -> _C | None:
+        """A known caller that may be dropped where no unknown one is left: it calls again."""
+
+    def close(self) -> None:
+        """Close the listening socket and all connections. Idempotent."""
+        self._server.close()
+        for each in (*self._unknown, *self._known):
+            each.close()
+        self._unknown, self._known = {}, {}
+
+    def accept(self) -> str:
+        """Accept all connections that wait, and greet them; why not all of them could be accepted, else nothing."""
+        for _ in range(_MOST_ACCEPTED):
+            try:
+                connection, _ = self._server.accept()
+            except BlockingIOError:
+                break
+            except OSError as error:  # otherwise the caller has gone
+                if error.errno in (errno.EMFILE, errno.ENFILE) and not self._make_room():
+                    return descriptors.exhausted() or str(error)
+            else:
+                send_at_once(connection)
+                caller = self._welcome(connection)
+                self._unknown[caller] = None
+                self._hear(caller)
+                if len(self._unknown) > seats():
+                    self._make_room()
+        return ""
+
+    def bound(self) -> None:
+        """Drop callers that are too late."""
+        now = time.monotonic()
+        for each in [each for each in (*self._unknown, *self._known) if each.until.end < now]:
+            self.drop(each, "it says nothing, or too slowly")
+
+    def drop(self, caller: _C, cause: str = "") -> None:
+        """Close a connection; the log has the ``cause`` if the caller is unknown. Idempotent."""
+        if caller in self._unknown and cause:
+            report(cause)
+        if self.take(caller):
+            caller.close()
+
+    def take(self, caller: _C) -> bool:
+        """From now on it is the caller of this method that reads and closes this connection; whether it was here."""
+        if caller not in self:
+            return False
+        self._unknown.pop(caller, None)
+        self._known.pop(caller, None)
+        self._forget(caller)
+        return True
+
+    def _set_known(self, caller: _C, is_known: bool = True) -> None:
+        here, there = (self._unknown, self._known) if is_known else (self._known, self._unknown)
+        here.pop(caller, None)
+        there[caller] = None
+
+    def _make_room(self) -> bool:
+        """Drop the oldest unknown caller, or else a known one that may go. Returns whether there was one.
+
+        An unknown caller is heard once more before: what it wants may have come. Those that have proved that they have
+        the secret stay longer than others.
+        """
+        oldest = next((each for each in self._unknown if not each.is_proved), next(iter(self._unknown), None))
+        if oldest is None:
+            oldest = self._oldest_known()
+            if oldest is not None:
+                report(NO_ROOM)
+                self.drop(oldest)
+            return oldest is not None
+        self._hear(oldest)
+        if oldest in self._unknown:
+            self.drop(oldest, NO_ROOM)
+        return True

@@ -1,0 +1,122 @@
+"""The messages of a meeting over TCP, and their checks. Nothing that was received is executed or unpickled.
+
+A rank calls rank 0 and sends its **hello**: which rank of which meeting it is, and its first note. All messages are
+sealed with a key that follows from the job's name (channel.py). They are few and of bytes, so that a meeting needs
+Python's standard library alone, as scripts/gpu-check does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from qccl.meeting.strangers import NotARank
+
+__all__ = ["MOST_NBYTES", "NONCE_NBYTES", "NOTE_NBYTES", "Hello", "Kind", "Message", "join", "parse", "part", "seal"]
+
+#: largest note of a rank
+NOTE_NBYTES = 64 << 10
+#: rank, size, number of the meeting, process; the note follows
+_HELLO = struct.Struct("<III8s")
+#: the longest message to rank 0: its kind, a hello and a note
+MOST_NBYTES = 1 + _HELLO.size + NOTE_NBYTES
+#: length of a nonce, and of a proof: a nonce and the number of a process
+NONCE_NBYTES, _PROOF_NBYTES = 16, 24
+
+
+class Kind(IntEnum):
+    """The kinds of messages, and their content."""
+
+    HELLO = 0  # of another rank: a Hello
+    PROVE = 1  # of rank 0: a nonce, and the process of the hello, which proves that rank 0 has read it
+    PROOF = 2  # of another rank: the same
+    NOTES = 3  # of rank 0: the notes of all ranks
+    TAKEN = 4  # of another rank: it has the notes
+    NOTE = 5  # of another rank: its note in a further gather
+    LATER = 6  # of rank 0: it is not at this meeting yet
+    REFUSED = 7  # of rank 0: the reason
+
+
+#: bytes of the content, at least and at most
+_NBYTES = {
+    Kind.HELLO: (_HELLO.size, _HELLO.size + NOTE_NBYTES),
+    Kind.PROVE: (_PROOF_NBYTES, _PROOF_NBYTES),
+    Kind.PROOF: (_PROOF_NBYTES, _PROOF_NBYTES),
+    Kind.NOTES: (0, 1 << 32),
+    Kind.TAKEN: (0, 0),
+    Kind.NOTE: (0, NOTE_NBYTES),
+    Kind.LATER: (0, 0),
+    Kind.REFUSED: (0, 4096),
+}
+
+
+class Message(NamedTuple):
+    """A kind, and the content that belongs to it."""
+
+    kind: Kind
+    content: bytes = b""
+
+    def packed(self) -> bytes:
+        """For a Channel."""
+        return bytes([self.kind]) + self.content
+
+
+def parse(packed: bytes) -> Message:
+    """The reverse of packed(). Raises NotARank."""
+    kind, content = packed[0] if packed else -1, packed[1:]
+    if kind not in _NBYTES:
+        raise NotARank("a message of an unknown kind")
+    least, most = _NBYTES[Kind(kind)]
+    if not least <= len(content) <= most:
+        raise NotARank("a message that is too short or too long")
+    return Message(Kind(kind), content)
+
+
+class Hello(NamedTuple):
+    """The first message of a rank, with its first note; ``process``: random bytes."""
+
+    rank: int
+    size: int
+    meeting: int
+    process: bytes
+    note: bytes
+
+    def message(self) -> Message:
+        """The bytes of the message."""
+        return Message(Kind.HELLO, _HELLO.pack(*self[:4]) + self.note)
+
+    @classmethod
+    def of(cls, content: bytes) -> Hello:
+        """From a message's content."""
+        rank, size, meeting, process = _HELLO.unpack_from(content)
+        return cls(rank, size, meeting, process, content[_HELLO.size :])
+
+    def refusal(self, size: int, meeting: int) -> Message | None:
+        """The message by which rank 0 of this meeting does not take the sender; None if it does."""
+        if self.size != size or not 0 < self.rank < size:
+            this = f"rank {self.rank} of {self.size}"
+            return Message(Kind.REFUSED, f"rank 0 expects ranks 1 to {size - 1} of {size}, and this is {this}".encode())
+        return None if self.meeting == meeting else Message(Kind.LATER)
+
+
+def seal(job: str) -> bytes:
+    """The key for the messages of the ranks that know the job's name."""
+    return hashlib.sha256(b"qccl" + job.encode()).digest()
+
+
+def join(notes: Sequence[bytes]) -> Message:
+    """The notes of all ranks as a message."""
+    return Message(Kind.NOTES, struct.pack(f"<{len(notes)}I", *map(len, notes)) + b"".join(notes))
+
+
+def part(joined: bytes, size: int) -> list[bytes] | None:
+    """The notes in the content of join(); None if there are others than ``size``."""
+    if len(joined) < 4 * size:
+        return None
+    lengths = struct.unpack_from(f"<{size}I", joined)
+    ends = list(itertools.accumulate(lengths, initial=4 * size))
+    return [joined[begin:end] for begin, end in itertools.pairwise(ends)] if ends[-1] == len(joined) else None

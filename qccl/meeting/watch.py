@@ -1,0 +1,189 @@
+"""Finding processes that have ended, by their listening sockets.
+
+The kernel closes the sockets of a process that ends, also if nobody reaps it. By its number such a process, a zombie,
+seems to be alive.
+
+A machine refuses connections to a closed socket. A firewall may refuse them, too, while UCX reaches the process over
+another port or network. So a refusal counts in two cases only:
+
+- The socket was reached before: then no firewall is in the way. A group looks at the sockets on other machines when it
+  begins.
+- It was at a numeric address of this machine, where the port is free now. A name may mean another machine elsewhere.
+
+Otherwise the process is left to the deadline. That costs little: between machines UCX itself finds the ones that ended.
+
+What remains undecidable: a firewall that begins to refuse connections later looks like the end of the process; and a
+process that could never be reached, and ends, looks like one behind a firewall.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from qccl.base.deadline import Deadline
+from qccl.meeting.channel import frame
+from qccl.meeting.messages import Look
+from qccl.meeting.sockets import check_connected, is_abandoned
+
+__all__ = ["Watch", "is_free", "make_greeting"]
+
+#: how long one look waits for connections, all together: it holds up the thread that moves the data
+_LOOK_SECONDS = 0.02
+
+
+class _Place(NamedTuple):
+    """A listening socket: its address as the socket module has it, and whether that was given as a number."""
+
+    family: int
+    address: Any
+    is_numeric: bool
+
+    @classmethod
+    def of(cls, host: str, port: int, own_host: str | None) -> _Place | None:
+        """None for the name of another machine: looking it up may take long."""
+        for flags in (socket.AI_NUMERICHOST, 0) if host == own_host else (socket.AI_NUMERICHOST,):
+            with contextlib.suppress(OSError):
+                family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)[0]
+                return cls(family, address, flags != 0)
+        return None
+
+
+def make_greeting(seal: bytes = b"") -> bytes:
+    """The message of a Watch; ``seal``: the group's key for messages outside TLS, if it has one."""
+    return frame(Look(), seal)
+
+
+class Watch:
+    """Looks at the processes of a group, from the first call of ended() on. One thread at a time may call it.
+
+    The connection to each stays open, because a process that never accepts it has room for few. It begins with a
+    ``greeting`` that says whose it is.
+
+    Attributes:
+        unseen: the ranks at names of other machines.
+    """
+
+    def __init__(self, places: Sequence[tuple[str, int]], own_host: str | None = None, greeting: bytes = b"") -> None:
+        """``places``: by rank, host and port of a socket on which the process listens until it ends.
+
+        ``own_host`` is this process's: the only name that is looked at. Hosts that are numbers all are. ``greeting``:
+        of make_greeting(); None: without a key.
+        """
+        found = ((rank, _Place.of(*place, own_host)) for rank, place in enumerate(places))
+        self._places = {rank: place for rank, place in found if place is not None}
+        self._elsewhere = [rank for rank, place in enumerate(places) if place[0] != own_host]
+        self.unseen = [rank for rank in self._elsewhere if rank not in self._places]
+        self._greeting = greeting or make_greeting()
+        self._calls: dict[int, socket.socket] = {}  # not answered yet
+        self._connections: dict[int, socket.socket] = {}
+        self._reached: set[int] = set()
+        self._lock = threading.Lock()
+
+    def ended(self, ranks: Sequence[int]) -> list[int]:
+        """The ranks of ``ranks`` whose processes have ended, as far as their machines answer within some milliseconds.
+
+        A later answer counts at the next call. One that cannot be reached has not ended.
+        """
+        with self._lock:
+            for rank in ranks:
+                if rank in self._places and not self._is_connected(rank) and rank not in self._calls:
+                    self._call(rank)
+            ended = {rank for rank, connection in self._answered() if self._has_ended(rank, connection)}
+            return [rank for rank in ranks if rank in ended]
+
+    def begin(self) -> None:
+        """Begin to connect to the ranks at other addresses than this one's, without waiting; for reach()."""
+        with self._lock:
+            for rank in self._elsewhere:
+                if rank in self._places:
+                    self._call(rank)
+
+    def reach(self) -> set[int]:
+        """The ranks at other addresses than this one's whose sockets can be reached now; refusals by them count later.
+
+        Takes 0.02 s at most, and keeps no connection.
+        """
+        self.ended(self._elsewhere)
+        with self._lock:
+            while self._connections:
+                self._connections.popitem()[1].close()
+            return set(self._reached)
+
+    def close(self) -> None:
+        """From now on nothing is known to have ended. Idempotent."""
+        with self._lock:
+            self._places = {}
+            for sockets in (self._calls, self._connections):
+                while sockets:
+                    sockets.popitem()[1].close()
+
+    def _is_connected(self, rank: int) -> bool:
+        connection = self._connections.get(rank)
+        if connection is None or _is_silent(connection):
+            return connection is not None
+        connection.close()  # by its process, or only by the other side: a new one tells
+        del self._connections[rank]
+        return False
+
+    def _call(self, rank: int) -> None:
+        """Begin to connect, without waiting."""
+        place = self._places[rank]
+        with contextlib.suppress(OSError):  # no descriptor is left: perhaps there is one at the next look
+            call = self._calls[rank] = socket.socket(place.family, socket.SOCK_STREAM)
+            call.setblocking(False)
+            # it may get the very port that it calls, which must then be free again at once for is_abandoned()
+            call.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            call.connect(place.address)  # raises BlockingIOError: it is under way
+
+    def _answered(self) -> Iterator[tuple[int, socket.socket]]:
+        """The calls that end within a moment, however many there are."""
+        deadline = Deadline(_LOOK_SECONDS)
+        poll = select.poll()
+        ranks = {call.fileno(): rank for rank, call in self._calls.items()}
+        for descriptor in ranks:
+            poll.register(descriptor, select.POLLOUT)
+        while ranks:
+            for descriptor, _ in poll.poll(1000 * deadline.remaining()):
+                poll.unregister(descriptor)
+                rank = ranks.pop(descriptor)
+                yield rank, self._calls.pop(rank)
+            if deadline.is_over:
+                return
+
+    def _has_ended(self, rank: int, connection: socket.socket) -> bool:
+        """Whether the answer to a call says so; keeps the connection if there is one."""
+        try:
+            check_connected(connection)
+            self._reached.add(rank)
+            connection.sendall(self._greeting)
+        except OSError as error:
+            connection.close()
+            return isinstance(error, ConnectionRefusedError) and self._counts(rank)
+        self._connections[rank] = connection
+        return False
+
+    def _counts(self, rank: int) -> bool:
+        """Whether a refusal comes from the machine itself, and not from a firewall."""
+        return rank in self._reached or _is_free(self._places[rank])
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether this is an address of this machine in numbers, where nobody listens, whatever a firewall answers."""
+    place = _Place.of(host, port, None)
+    return place is not None and _is_free(place)
+
+
+def _is_free(place: _Place) -> bool:
+    return place.is_numeric and is_abandoned(place.family, place.address)
+
+
+def _is_silent(connection: socket.socket) -> bool:
+    """Whether the other side has neither sent nor ended anything."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return not poll.poll(0)

@@ -1,0 +1,1 @@
+"""What ranks have done, for people: statistics, records, Prometheus, and profiler ranges."""

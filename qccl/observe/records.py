@@ -1,0 +1,176 @@
+"""The last calls of a rank, as a record that ``qccl-bench explain`` reads (docs/howto/hangs.md).
+
+``Communicator.record()`` makes one. With QCCL_RECORDS set to a folder every rank writes its record there when a call
+fails, and when the process gets the signal SIGUSR1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from qccl.base.errors import ArgumentError
+from qccl.base.files import read_file, writing
+from qccl.base.machine_name import machine_name
+from qccl.base.scalars import MOST_RANKS
+from qccl.observe.call_records import CallRecord, State, TransferRecord
+
+__all__ = ["FOLDER", "CallRecord", "GroupRecord", "Measured", "TransferRecord", "read_record", "watch_signal"]
+__all__ += ["write_record"]
+
+_LOG = logging.getLogger(__name__)
+
+#: the environment variable that names the folder
+FOLDER = "QCCL_RECORDS"
+#: version of the files' format
+FORMAT = 2
+#: no record of 1,024 calls is longer
+_MOST_BYTES = 256 << 20
+#: calls of a record, and how many of them may be calls of a measurement that has not ended
+_CALLS, _MEASURED_CALLS = 1024, 32
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """One rank's last calls in one group.
+
+    Attributes:
+        group: name of the group, the same on its ranks.
+        rank, size: in the group.
+        host, pid: of the process.
+        reason: why the record was made; an error's text, for example.
+        written: when, in seconds since 1970, as all times of the calls.
+        calls: from the oldest on.
+    """
+
+    group: str
+    rank: int
+    size: int
+    host: str
+    pid: int
+    reason: str
+    written: float
+    calls: tuple[CallRecord, ...]
+
+    @classmethod
+    def of(cls, group: str, rank: int, size: int, calls: list[CallRecord], reason: str) -> GroupRecord:
+        """The record of this process, whose calls have times of time.monotonic()."""
+        now = time.time()
+        shift = now - time.monotonic()
+        own = tuple(_shifted(call, shift) for call in calls)
+        return cls(group, rank, size, machine_name(), os.getpid(), reason, now, own)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"format": FORMAT, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, given: Any) -> GroupRecord:
+        """The record whose as_dict() is given. Raises ArgumentError for anything else."""
+        import msgspec  # here: a program that reads no records, such as scripts/gpu-check, does not need it
+
+        try:
+            msgspec.convert(given, _allowed())
+            record = msgspec.convert(given, cls)
+            if not record.rank < record.size <= MOST_RANKS:
+                raise ValueError(f"rank {record.rank} of {record.size}")
+            if any(call.sequence >= later.sequence for call, later in pairwise(record.calls)):
+                raise ValueError("its calls are not in the order of their numbers")
+        except ValueError as error:
+            raise ArgumentError(f"this is no record of a rank, or one of another version of qccl ({error})") from error
+        return record
+
+
+class Measured:
+    """Keeps the calls of a measurement (measuring.py) apart in a rank's records: they would displace the program's.
+
+    The call by which the measurement began stands for all of it. The last measured calls are in the records as long as
+    the measurement has not ended, and stay there if it failed: they tell where it hung.
+    """
+
+    def __init__(self, before: list[CallRecord], first: int) -> None:
+        """``before``: the records so far; ``first``: the number of the first measured call."""
+        self._before, self._first = before, first
+        self._end: int | None = None
+
+    def end(self, number: int) -> None:
+        """The measurement has ended well; ``number`` is that of the next call."""
+        now = time.monotonic()
+        self._before[-1:] = [dataclasses.replace(began, ended=now) for began in self._before[-1:]]
+        self._end = number
+
+    def records(self, found: list[CallRecord]) -> list[CallRecord]:
+        """The last calls, with ``found`` of the engine, which has measured calls, too."""
+        after = [call for call in found if call.sequence >= (self._first if self._end is None else self._end)]
+        if self._end is None:
+            after = after[-_MEASURED_CALLS:]
+        return [*self._before, *after][-_CALLS:]
+
+
+def write_record(record: GroupRecord, folder: str) -> None:
+    """Write it to a file of the folder; a failure is logged."""
+    name = "".join(c if c.isalnum() else "-" for c in record.group)
+    path = Path(folder) / f"{name}-rank-{record.rank}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(path) as file:
+            file.write(json.dumps(record.as_dict()).encode())
+    except OSError as error:
+        _LOG.warning("rank %d could not write its record to %s: %s", record.rank, path, error)
+
+
+def read_record(path: str | os.PathLike[str]) -> GroupRecord:
+    """The record in a file, or in a pipe, which is read to its end.
+
+    Raises ArgumentError, which names the file, for a file that is no record; OSError if it cannot be read.
+    """
+    content = read_file(path, _MOST_BYTES, pipes=True)
+    try:
+        given = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"{os.fspath(path)} is no record of a rank ({error})") from error
+    try:
+        return GroupRecord.from_dict(given)
+    except (ArgumentError, RecursionError) as error:
+        raise ArgumentError(f"{os.fspath(path)}: {error}") from error
+
+
+def watch_signal(write_all: Callable[[], None]) -> None:
+    """Call ``write_all`` when SIGUSR1 comes, if QCCL_RECORDS is set and the program has no handler of its own."""
+    if not os.environ.get(FOLDER) or threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, lambda number, frame: write_all())
+
+
+def _shifted(call: CallRecord, shift: float) -> CallRecord:
+    transfers = tuple(dataclasses.replace(each, since=each.since + shift) for each in call.transfers)
+    begun, ended = (time and time + shift for time in (call.begun, call.ended))
+    return dataclasses.replace(call, begun=begun, ended=ended, transfers=transfers)
+
+
+def _allowed() -> Any:
+    """The type of a record in a file, for msgspec: all fields of the dataclasses, no others, and limits of numbers."""
+    from msgspec import Meta, defstruct
+
+    natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
+    seconds = Annotated[float, Meta(ge=-(2.0**64), le=2.0**64)]
+    types: dict[str, Any] = {"int": natural, "str": str, "bool": bool, "float": seconds, "float | None": seconds | None}
+    types |= {"State": State, "tuple[int, ...]": tuple[rank, ...]}
+    for kind in (TransferRecord, CallRecord, GroupRecord):
+        fields = [(field.name, types[str(field.type)]) for field in dataclasses.fields(kind)]
+        fields += [("format", Literal[FORMAT])] if kind is GroupRecord else []
+        struct = defstruct(kind.__name__, fields, forbid_unknown_fields=True)
+        types[f"tuple[{kind.__name__}, ...]"] = tuple[struct, ...]  # type: ignore[valid-type]
+    return struct

@@ -1,0 +1,1 @@
+"""Algorithms of training on a communicator: DiLoCo and decentralised SGD."""

@@ -1,0 +1,71 @@
+"""The number of chunks that each engine's policy, and a caller's ``chunk=``, gives: all ranks must agree on it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qccl.base.dtypes import FLOAT32
+from qccl.codecs import MinMax, get
+from qccl.collectives.chunks import BETWEEN_SITES, GPU, NETWORK, ChunkPolicy, shared_memory
+from qccl.collectives.partitions import partition
+
+CODECS = [get(spec) for spec in ("none", "minmax8", "minmax4", "trellis2", "minmax8:bucket=shard")]
+CALLERS = ChunkPolicy.of_elements(100_000)
+POLICIES = (NETWORK, BETWEEN_SITES, *GPU.values(), CALLERS, shared_memory(4), shared_memory(64))
+
+
+#: of any order of magnitude
+GRANULES = st.integers(0, 17).flatmap(lambda bits: st.integers(0, 1 << bits))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=range(len(POLICIES)))
+@given(GRANULES, st.integers(1, 5).flatmap(lambda bits: st.integers(1, 1 << bits)), st.sampled_from(CODECS))
+def test_chunks_are_within_the_limits_of_their_policy(policy: ChunkPolicy, granules: int, parts: int, codec) -> None:
+    """Small, but at most ``enough``, or as many as large ones are needed; or of so many values."""
+    chunks = policy.chunks(granules, parts, codec)
+    assert 1 <= chunks <= max(1, granules) and chunks <= policy.chunks(granules + 1, parts, codec)
+    nbytes = codec.encoded_nbytes(granules * codec.granule, FLOAT32)
+    large = min(policy.large, policy.slot(parts))
+    enough = policy.enough if parts > 1 else policy.enough_alone or policy.enough
+    if not codec.splittable:
+        assert chunks == 1
+    elif policy.values is not None:
+        values = codec.granule * FLOAT32.itemsize
+        assert -(-granules // chunks) * values <= max(policy.values, values)
+        assert chunks == 1 or granules * values > (chunks - 1) * (policy.values - values)
+    else:
+        sent = nbytes * max(parts - 1, 1)
+        are_small = chunks * policy.small >= nbytes or (chunks + 0.5) * policy.small_sent >= sent or chunks >= granules
+        assert are_small or (chunks >= enough and chunks * large >= nbytes)
+        assert chunks == 1 or ((chunks - 1) * policy.small < nbytes and (chunks - 0.5) * policy.small_sent <= sent)
+        assert chunks <= enough or (chunks - 1) * large < nbytes
+
+
+def test_chunks_in_two_levels_grow_over_a_network_alone() -> None:
+    policies = (NETWORK, shared_memory(4), GPU["network"], ChunkPolicy.of_elements(100_000))
+    layouts = [partition([64 << 20], 4, (get("none"), MinMax(8)), policy, ramped=True) for policy in policies]
+    assert [layout.ramp > 1 for layout in layouts] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("link", GPU)
+@pytest.mark.parametrize("parts", [2, 3, 8, 64])
+def test_chunks_on_a_gpu(parts: int, link: str) -> None:
+    """One chunk if that is all that pays, more from some MiB on, and never slots of more than 136 MiB together."""
+    codec = get("none")  # 4 KiB of codes in each of its granules
+    numbers = [GPU[link].chunks(granules, parts, codec) for granules in (0, 1, (8 << 8) // (parts - 1), 1 << 22)]
+    enough = {"NVLink": 1, "PCIe": 3, "network": 2}[link]
+    large = min((8 if link == "NVLink" else 4) << 20, (136 << 20) // (3 * (3 * parts - 2)))
+    assert numbers == [1, 1, enough, -(-(16 << 30) // large)]
+
+
+@pytest.mark.parametrize("link", GPU)
+def test_a_broadcast_has_many_chunks_on_a_gpu(link: str) -> None:
+    """They pass from rank to rank: with two of them, seven hops would take four times as long as one."""
+    assert 10 <= GPU[link].chunks(16 << 10, 1, get("none")) <= 16
+
+
+def test_a_chunk_is_one_granule_at_least() -> None:
+    assert ChunkPolicy.of_elements(1).chunks(5, 2, MinMax(bucket=64)) == 5
+    assert NETWORK.chunks(1, 1, get("none")) == GPU["PCIe"].chunks(1, 1, get("none")) == 1

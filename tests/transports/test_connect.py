@@ -1,0 +1,33 @@
+"""The transport that is wanted, and why others cannot be used."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from qccl import ArgumentError
+from qccl.meeting.meetings import Meeting
+from qccl.transports import choice
+from qccl.transports.connect import gather_offers
+
+
+def test_the_transport_that_is_wanted(monkeypatch):
+    monkeypatch.delenv("QCCL_TRANSPORT", raising=False)
+    assert choice.wanted_transport() is None and choice.wanted_transport("ucx") == "ucx"
+    for text, wanted in (("wan", "wan"), ("auto", None), ("", None)):
+        monkeypatch.setenv("QCCL_TRANSPORT", text)
+        assert choice.wanted_transport() == wanted and choice.wanted_transport("ucx") == "ucx"
+    with pytest.raises(ArgumentError, match="transport='tcp' does not exist; there are auto, ucx, mpi, gloo"):
+        choice.wanted_transport("tcp")
+
+
+def test_obstacles(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert choice.obstacle("gloo") == "PyTorch is not installed"
+    assert choice.obstacle("ucx") == choice.obstacle("wan") == "msgspec is not installed (pip install msgspec)"
+    meeting = Meeting("a launcher", 0, 2, lambda note, timeout: [note, note])
+    assert gather_offers(meeting, 1.0)[1].gloo == "a launcher has no port for it"
+    monkeypatch.delenv("QCCL_TOKEN", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert choice.obstacle("wan") == ""
