@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from runs import begun, measured_on, rewrite_table, run_ranks, store, table, todays
 
 from qccl.base.scalars import parse_seconds
-from qccl.bench.network import NetworkOptions
+from qccl.bench.lab.network import NetworkOptions
 from qccl.bench.params import format_size
 
 _ROOT = Path(__file__).parent.parent

@@ -23,7 +23,7 @@ from runs import document_table, machine, print_table, rewrite_table, run_ranks,
 
 from qccl import codecs
 from qccl.base.scalars import parse_seconds
-from qccl.bench.network import NetworkOptions
+from qccl.bench.lab.network import NetworkOptions
 from qccl.bench.params import parse_link, parse_loss, parse_size
 
 _SCRIPT = str(Path(__file__).parent / "congestion_rank.py")

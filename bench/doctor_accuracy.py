@@ -24,12 +24,12 @@ from typing import Any
 import click
 from runs import begun, measured_on, report, rewrite_table, run_ranks, start_script, store, table, todays
 
-from qccl.bench.lab import Lab
-from qccl.bench.namespaces import congestion_control
+from qccl.bench.doctor.speed import Speed, measure_speed
+from qccl.bench.doctor.steps import FP16, FP32, Step, cost_of
+from qccl.bench.doctor.training import Computation, estimated
+from qccl.bench.lab.lab import Lab
+from qccl.bench.lab.namespaces import congestion_control
 from qccl.bench.params import codec_of, parse_link
-from qccl.bench.speed import Speed, measure_speed
-from qccl.bench.steps import FP16, FP32, Step, cost_of
-from qccl.bench.training import Computation, estimated
 
 MODELS = "byte_model,word_gpt,conv_net"
 METHODS = f"{FP32},{FP16},minmax8,minmax4+ef,minmax2:bucket=256+ef,trellis2+ef,onebit:reconstruct=mean+ef"

@@ -26,9 +26,9 @@ import numpy as np
 from runs import machine, report, run_ranks, run_undisturbed, save, start_script
 
 import qccl
-from qccl.bench.lab import Lab, shaped_nbytes
+from qccl.bench.lab.lab import Lab, shaped_nbytes
 from qccl.bench.params import parse_link, parse_size
-from qccl.bench.plain import load_mpi, plain_allreduce
+from qccl.bench.sweep.plain import load_mpi, plain_allreduce
 
 sys.path.append(str(Path(__file__).parent.parent / "docs"))
 from results_tables import tables

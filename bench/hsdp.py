@@ -22,7 +22,7 @@ from typing import Any
 import click
 from runs import document_table, machine, print_table, report, rewrite_table, run_ranks, start_script
 
-from qccl.bench.lab import Lab, shaped_nbytes
+from qccl.bench.lab.lab import Lab, shaped_nbytes
 from qccl.bench.params import parse_link
 
 _EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"

@@ -33,7 +33,7 @@ from runs import begun, rewrite_table, store, todays
 
 from qccl.base.scalars import parse_seconds
 from qccl.bench.params import parse_rate, parse_size
-from qccl.bench.start import free_port
+from qccl.bench.start.start import free_port
 
 _ROOT = Path(__file__).parent.parent
 _ENVIRONMENTS = _ROOT / "build" / "peers"
@@ -185,7 +185,7 @@ def _behind_a_network(place: dict[str, Any], sizes: list[int]) -> dict[str, Any]
         task = {"system": "mpi" if is_mpi else place["system"], "folder": folder, "cases": cases}
         seconds = _START_SECONDS + _SLOWEST * len(sizes)
         command = [*bench, python, _RANK, json.dumps(task)]
-        # Open MPI chooses its ring only if it is told to (qccl/bench/mpiexec.py)
+        # Open MPI chooses its ring only if it is told to (qccl/bench/start/mpiexec.py)
         ring = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=ring | _environment())

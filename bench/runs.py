@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 import qccl
-from qccl.bench import start
-from qccl.bench.lab import Lab
-from qccl.bench.mpiexec import find_mpiexec
-from qccl.bench.namespaces import congestion_control
+from qccl.bench.lab.lab import Lab
+from qccl.bench.lab.namespaces import congestion_control
 from qccl.bench.params import parse_link
+from qccl.bench.start import start
+from qccl.bench.start.mpiexec import find_mpiexec
 from qccl.codecs.operations import instruction_set
 
 __all__ = [
@@ -202,7 +202,9 @@ def _mpi() -> str:
 
 def _ucx() -> str:
     """UCX as ranks have it that mpiexec started: MPI's own, if there is one."""
-    program = "from qccl.bench.plain import load_mpi; load_mpi(); from qccl.transports import ucx; print(ucx.version())"
+    program = (
+        "from qccl.bench.sweep.plain import load_mpi; load_mpi(); from qccl.transports import ucx; print(ucx.version())"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     return "" if done.returncode else f"UCX {done.stdout.strip()}"
 

@@ -25,10 +25,10 @@ from runs import allreduce, begun, measured_on, rewrite_table, store, table, tod
 
 from qccl.base import dtypes
 from qccl.base.scalars import parse_seconds
-from qccl.bench.calls import Case
+from qccl.bench.doctor.simulated import Constants, Machines, Processor, simulated
+from qccl.bench.doctor.speed import measure_speed
 from qccl.bench.params import codec_of, format_size, parse_link
-from qccl.bench.simulated import Constants, Machines, Processor, simulated
-from qccl.bench.speed import measure_speed
+from qccl.bench.sweep.calls import Case
 
 #: links with their delays
 NETWORKS = "100mbit,1gbit,100mbit 25ms,1gbit 5ms"

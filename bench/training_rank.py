@@ -24,7 +24,7 @@ from training_report import computation, network_of
 from without_ddp import changed, is_local, local_recipe, outer_of, step_of
 
 import qccl
-from qccl.bench.lab import shaped_nbytes
+from qccl.bench.lab.lab import shaped_nbytes
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 #: megabytes of DDP's buckets, as in docs/examples/ddp.py, and PyTorch's default. gloo's ring waits for six delays in

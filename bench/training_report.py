@@ -11,7 +11,7 @@ from typing import Any
 from runs import NOT_MEASURED, measured_on, table
 
 from qccl.base.scalars import parse_seconds
-from qccl.bench.network import NetworkOptions
+from qccl.bench.lab.network import NetworkOptions
 from qccl.bench.params import parse_link, parse_loss
 
 __all__ = ["FIRST", "LONG", "OURS", "THEIRS", "TUNED", "computation", "draw", "headline", "network_of", "paragraphs"]

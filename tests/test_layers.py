@@ -57,10 +57,10 @@ MAY_IMPORT["qccl"] = {"base", "codecs", "communicator", "engine", "training"}
 #: other packages that files (or all files of a folder) may import
 PACKAGES = table("""
 bench: click numpy
-bench/launched.py: mpi4py
-bench/plain.py: mpi4py torch
-bench/training.py: torch
-bench/sweep.py: mpi4py
+bench/start/launched.py: mpi4py
+bench/sweep/plain.py: mpi4py torch
+bench/doctor/training.py: torch
+bench/sweep/sweep.py: mpi4py
 codecs: numpy
 communicator/profile.py: msgspec
 communicator/measuring.py: numpy

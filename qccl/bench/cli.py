@@ -7,13 +7,13 @@ import click
 from qccl.base import __version__, removed
 from qccl.base.errors import QcclError
 from qccl.bench.codec import codec
-from qccl.bench.collective import command
-from qccl.bench.doctor import doctor
+from qccl.bench.doctor.doctor import doctor
+from qccl.bench.doctor.simulate import simulate
 from qccl.bench.explain import explain
 from qccl.bench.info import info
 from qccl.bench.options import KINDS, NCCL_OTHERS, NCCL_TESTS, columns_help
-from qccl.bench.run import run
-from qccl.bench.simulate import simulate
+from qccl.bench.start.run import run
+from qccl.bench.sweep.collective import command
 from qccl.bench.token import token
 
 __all__ = ["main"]

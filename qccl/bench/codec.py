@@ -127,7 +127,7 @@ def measure_codec(codec: Codec, dtype: DType, size: int, iters: int, warmups: in
     """Time the codec's kernels on about ``size`` bytes of Gaussian values."""
     import numpy as np
 
-    from qccl.bench.data import empty, gaussian
+    from qccl.bench.sweep.data import empty, gaussian
     from qccl.codecs.floats import to_float32
 
     count = size // dtype.itemsize

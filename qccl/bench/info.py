@@ -15,9 +15,9 @@ import click
 
 from qccl.base import __version__
 from qccl.base.errors import EngineError, QcclError
-from qccl.bench import lab
-from qccl.bench.mpiexec import INSTALL, find_mpiexec
-from qccl.bench.start import obstacle
+from qccl.bench.lab import lab
+from qccl.bench.start.mpiexec import INSTALL, find_mpiexec
+from qccl.bench.start.start import obstacle
 from qccl.codecs.operations import instruction_set, usable_instruction_sets
 from qccl.meeting import tls
 from qccl.meeting.launchers import Launcher, detect

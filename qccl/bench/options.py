@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from qccl.bench.network import NetworkOptions
+from qccl.bench.lab.network import NetworkOptions
 
 __all__ = [
     "COLUMNS",

@@ -28,10 +28,10 @@ NOBODY = 65534
 #: files of the package that open files themselves, also others than those of /proc and /sys
 OPENERS = {
     "base/files.py": "what this test demands",
-    "bench/lab.py": "/proc, /sys and /etc/netns",
-    "bench/namespaces.py": "network namespaces, and /proc",
-    "bench/processes.py": "a named pipe in a folder of its own, and /proc",
-    "bench/run.py": "named pipes in a folder of its own",
+    "bench/lab/lab.py": "/proc, /sys and /etc/netns",
+    "bench/lab/namespaces.py": "network namespaces, and /proc",
+    "bench/start/processes.py": "a named pipe in a folder of its own, and /proc",
+    "bench/start/run.py": "named pipes in a folder of its own",
     "engine/cuda/cache.py": "the cache's folder",
     "engine/cuda/links.py": "/sys",
     "engine/cuda/source.py": "the package's own headers",

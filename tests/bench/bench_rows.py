@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 import qccl
 from qccl import codecs
-from qccl.bench.calls import Case, PlainCall, QuantizedCall
-from qccl.bench.measure import Counts, Row, measure
+from qccl.bench.sweep.calls import Case, PlainCall, QuantizedCall
+from qccl.bench.sweep.measure import Counts, Row, measure
 
 __all__ = ["SHARED", "measure_one", "measured"]
 

@@ -14,11 +14,11 @@ from threads import outcomes
 import qccl
 from qccl import codecs
 from qccl.base import dtypes
-from qccl.bench.arrays import Guarded, arrays_of
-from qccl.bench.calls import Case, QuantizedCall
-from qccl.bench.check import check
-from qccl.bench.measure import Counts, Row
 from qccl.bench.options import KINDS
+from qccl.bench.sweep.arrays import Guarded, arrays_of
+from qccl.bench.sweep.calls import Case, QuantizedCall
+from qccl.bench.sweep.check import check
+from qccl.bench.sweep.measure import Counts, Row
 from qccl.transports.loopback import LoopbackTransport
 
 LED = {"layout": "leader", "node_ids": [0, 0, 0, 1]}

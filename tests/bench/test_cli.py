@@ -11,11 +11,11 @@ from bench_runs import LAUNCHERS
 from click.testing import CliRunner, Result
 
 import qccl
-from qccl.bench import lab
 from qccl.bench.cli import main
 from qccl.bench.codec import measure_codec
+from qccl.bench.lab import lab
 from qccl.bench.options import KINDS
-from qccl.bench.start import choose_way
+from qccl.bench.start.start import choose_way
 from qccl.meeting import tls
 from qccl.transports import ucx
 

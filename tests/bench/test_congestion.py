@@ -12,8 +12,8 @@ from pathlib import Path
 import congestion_rank
 import pytest
 
-from qccl.bench import lab
-from qccl.bench.namespaces import congestion_control
+from qccl.bench.lab import lab
+from qccl.bench.lab.namespaces import congestion_control
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "congestion.py"
 

@@ -16,14 +16,15 @@ from bench_runs import LAUNCHERS
 from click.testing import CliRunner, Result
 
 from qccl import codecs
-from qccl.bench import lab, speed, steps
 from qccl.bench.cli import main
-from qccl.bench.doctor import SHOWN, parse_count, recommendation
-from qccl.bench.mpiexec import StartError, find_mpiexec
+from qccl.bench.doctor import speed, steps
+from qccl.bench.doctor.doctor import SHOWN, parse_count, recommendation
+from qccl.bench.doctor.speed import Speed, measure_speed
+from qccl.bench.doctor.steps import Call, Cost, Step, call_of, cost_of, step_seconds
+from qccl.bench.doctor.training import Computation, Gradient
+from qccl.bench.lab import lab
 from qccl.bench.params import parse_link
-from qccl.bench.speed import Speed, measure_speed
-from qccl.bench.steps import Call, Cost, Step, call_of, cost_of, step_seconds
-from qccl.bench.training import Computation, Gradient
+from qccl.bench.start.mpiexec import StartError, find_mpiexec
 
 ROOT = Path(__file__).parents[2]
 #: seconds per element on one quiet core of the machine of docs/results, with values that no cache holds
@@ -261,7 +262,7 @@ def test_doubts_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         monkeypatch.setattr(
-            "qccl.bench.doctor.measure_speed",
+            "qccl.bench.doctor.doctor.measure_speed",
             lambda codec, _, spread=spread: Speed(1e-9, 1e-9, 0.0, spread if codec.name == "minmax" else 1.0),
         )
         result = doctor(*flags, f"--json={path}")

@@ -8,10 +8,10 @@ from typing import Any
 import doctor_accuracy as program
 import pytest
 
+from qccl.bench.doctor.speed import Speed
+from qccl.bench.doctor.steps import Step, cost_of
+from qccl.bench.doctor.training import estimated
 from qccl.bench.params import parse_link
-from qccl.bench.speed import Speed
-from qccl.bench.steps import Step, cost_of
-from qccl.bench.training import estimated
 
 pytestmark = pytest.mark.slow
 

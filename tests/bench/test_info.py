@@ -9,8 +9,10 @@ from bench_runs import LAUNCHERS
 from click.testing import CliRunner, Result
 
 import qccl
-from qccl.bench import info, lab, start
+from qccl.bench import info
 from qccl.bench.cli import main
+from qccl.bench.lab import lab
+from qccl.bench.start import start
 from qccl.transports import choice, ucx
 
 

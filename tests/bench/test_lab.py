@@ -20,9 +20,10 @@ import pytest
 from bench_runs import COMMAND, OF_TWO_RANKS, ROOT, bench, started, traces, workers
 
 from qccl import codecs
-from qccl.bench import lab, start
-from qccl.bench.lab import Lab, LabError
+from qccl.bench.lab import lab
+from qccl.bench.lab.lab import Lab, LabError
 from qccl.bench.params import parse_link
+from qccl.bench.start import start
 
 pytestmark = [
     pytest.mark.lab,
@@ -119,7 +120,7 @@ def test_a_killed_run_is_cleaned_up_by_the_next(running: subprocess.Popen[str]) 
 
 
 def test_a_rank_that_dies_ends_the_run(running: subprocess.Popen[str]) -> None:
-    ranks = [p for p in workers(running.pid) if b"qccl.bench.worker" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    ranks = [p for p in workers(running.pid) if b"qccl.bench.sweep.worker" in Path(f"/proc/{p}/cmdline").read_bytes()]
     victims = [p for p in ranks if not Path(f"/proc/{p}/cmdline").read_bytes().startswith((b"mpiexec", b"/bin/sh"))]
     os.kill(max(victims), signal.SIGKILL)
     running.communicate(timeout=60)
@@ -129,7 +130,7 @@ def test_a_rank_that_dies_ends_the_run(running: subprocess.Popen[str]) -> None:
 
 def test_two_labs_at_once_do_not_collide() -> None:
     script = (
-        "import sys; from qccl.bench.lab import Lab; from qccl.bench.params import parse_link\n"
+        "import sys; from qccl.bench.lab.lab import Lab; from qccl.bench.params import parse_link\n"
         "with Lab(2, parse_link('1gbit')): print('up', flush=True); sys.stdin.readline()"
     )
     with Lab(2, parse_link("1gbit")):
@@ -144,7 +145,7 @@ def test_two_labs_at_once_do_not_collide() -> None:
 
 
 APART = (
-    "import sys; from qccl.bench.lab import Lab; from qccl.bench.params import parse_link\n"
+    "import sys; from qccl.bench.lab.lab import Lab; from qccl.bench.params import parse_link\n"
     "with Lab(2, parse_link('1gbit')) as network: print(network.bridge, flush=True); sys.stdin.readline()"
 )
 

@@ -10,8 +10,9 @@ from click.testing import CliRunner
 from start_ranks import start
 
 import qccl
-from qccl.bench import collective, launched, worker
 from qccl.bench.cli import main
+from qccl.bench.start import launched
+from qccl.bench.sweep import collective, worker
 
 IN_FOLDER = """
 import os, sys

@@ -16,11 +16,11 @@ from bench_rows import SHARED, measure_one, measured
 import qccl
 from qccl import codecs
 from qccl.base import dtypes
-from qccl.bench import data, plain
-from qccl.bench.arrays import arrays_of
-from qccl.bench.calls import Case, PlainCall, QuantizedCall
-from qccl.bench.measure import Counts, Row, Side, _calls_until_overflow, measure
 from qccl.bench.options import KINDS
+from qccl.bench.sweep import data, plain
+from qccl.bench.sweep.arrays import arrays_of
+from qccl.bench.sweep.calls import Case, PlainCall, QuantizedCall
+from qccl.bench.sweep.measure import Counts, Row, Side, _calls_until_overflow, measure
 from qccl.codecs.floats import from_float32, to_float32
 from qccl.transports.loopback import LoopbackTransport
 
@@ -158,7 +158,7 @@ def test_a_row_has_the_median_of_its_rounds_and_their_spread() -> None:
 
 @pytest.mark.parametrize("average", [0, 1, 2, 3])
 def test_times_of_the_ranks_become_one(average: int) -> None:
-    from qccl.bench.measure import _combined
+    from qccl.bench.sweep.measure import _combined
 
     assert _combined([2.0, 1.0, 6.0], average) == [2.0, 3.0, 1.0, 6.0][average]
 

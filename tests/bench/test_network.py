@@ -19,11 +19,12 @@ import patience
 import pytest
 from bench_runs import ROOT, bench, traces
 
-from qccl.bench import lab, start
-from qccl.bench.lab import LabError
-from qccl.bench.namespaces import congestion_control, inside
-from qccl.bench.network import NetworkOptions
+from qccl.bench.lab import lab
+from qccl.bench.lab.lab import LabError
+from qccl.bench.lab.namespaces import congestion_control, inside
+from qccl.bench.lab.network import NetworkOptions
 from qccl.bench.params import parse_loss
+from qccl.bench.start import start
 
 LAB = [
     pytest.mark.lab,
@@ -186,7 +187,7 @@ def test_a_delay_line_that_does_not_start(without_netem: None, monkeypatch: pyte
 
 
 KILLED = """
-import sys; from qccl.bench import lab; from qccl.bench.network import NetworkOptions
+import sys; from qccl.bench import lab; from qccl.bench.lab.network import NetworkOptions
 lab.Lab._has_netem = lambda self: lab._run("ip", "netns", "add", f"{self.name}line") != ""
 with NetworkOptions('100mbit', delay=0.001).lab(2) as made:
     print(made._line.pid, flush=True); sys.stdin.readline()

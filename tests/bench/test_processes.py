@@ -12,12 +12,12 @@ import patience
 import pytest
 from bench_runs import LAUNCHERS, workers
 
-from qccl.bench import processes
-from qccl.bench.processes import run_processes
+from qccl.bench.start import processes
+from qccl.bench.start.processes import run_processes
 
 STARTER = """
 import os
-from qccl.bench.processes import run_processes, stoppable
+from qccl.bench.start.processes import run_processes, stoppable
 
 with stoppable():
     run_processes([(["sleep", "60"], os.environ)] * 40)

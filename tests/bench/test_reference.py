@@ -15,10 +15,10 @@ from oracle_collectives import AllReduce
 import qccl
 from qccl import codecs
 from qccl.base import dtypes
-from qccl.bench import data, reference
-from qccl.bench.calls import Case, PlainCall
-from qccl.bench.check import stretches_of
-from qccl.bench.measure import Row
+from qccl.bench.sweep import data, reference
+from qccl.bench.sweep.calls import Case, PlainCall
+from qccl.bench.sweep.check import stretches_of
+from qccl.bench.sweep.measure import Row
 from qccl.codecs import PythonCodec
 from qccl.codecs.floats import to_float32
 

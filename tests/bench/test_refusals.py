@@ -8,8 +8,8 @@ import pytest
 from bench_runs import LAUNCHERS
 from click.testing import CliRunner
 
-from qccl.bench import collective
 from qccl.bench.cli import main
+from qccl.bench.sweep import collective
 
 #: in place of a number with so many digits
 LONG = "9" * 400

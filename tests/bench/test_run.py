@@ -17,8 +17,9 @@ from bench_runs import OF_TWO_RANKS, ROOT, bench, started, traces, workers
 from click.testing import CliRunner
 
 from qccl.base.scalars import parse_seconds
-from qccl.bench import lab, start
 from qccl.bench.cli import main
+from qccl.bench.lab import lab
+from qccl.bench.start import start
 
 
 def needs(what: str, reason: str | None) -> list[pytest.MarkDecorator]:

@@ -14,12 +14,12 @@ from click.testing import CliRunner, Result
 from qccl import codecs
 from qccl.base.dtypes import FLOAT16, FLOAT32
 from qccl.base.errors import ArgumentError
-from qccl.bench import simulated as module
-from qccl.bench.calls import Case
 from qccl.bench.cli import main
+from qccl.bench.doctor import simulated as module
+from qccl.bench.doctor.simulated import Constants, Machines, Processor, simulated
 from qccl.bench.params import parse_rate
-from qccl.bench.simulated import Constants, Machines, Processor, simulated
-from qccl.bench.table import header
+from qccl.bench.sweep.calls import Case
+from qccl.bench.sweep.table import header
 
 SPEEDS = {"minmax4": (0.2e-9, 0.15e-9), "minmax8": (0.2e-9, 0.2e-9)}
 PROCESSOR = Processor(Constants(), SPEEDS)

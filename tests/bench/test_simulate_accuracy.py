@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import simulate_accuracy as program
 
-from qccl.bench.simulated import Constants, Processor
+from qccl.bench.doctor.simulated import Constants, Processor
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ import pytest
 from bench_runs import COMMAND, ROOT, USERS, bench, codecs_of, started, workers
 
 from qccl.base.errors import EngineError
-from qccl.bench import mpiexec, start
+from qccl.bench.start import mpiexec, start
 from qccl.transports import choice
 
 pytestmark = pytest.mark.starts_first
@@ -177,7 +177,7 @@ def test_no_rank_outlives_the_command(transport: str, number: int) -> None:
 def test_a_rank_says_nothing_when_nobody_reads_its_lines() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    program = "from qccl.bench.worker import _show; _show('a line')"
+    program = "from qccl.bench.sweep.worker import _show; _show('a line')"
     done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, b"")

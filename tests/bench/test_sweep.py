@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import qccl
-from qccl.bench import sweep
 from qccl.bench.options import KINDS, Options
-from qccl.bench.sweep import Sweep
+from qccl.bench.sweep import sweep
+from qccl.bench.sweep.sweep import Sweep
 
 
 def swept(ranks: int, options: Options) -> tuple[list[bool], list[str]]:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 import qccl
-from qccl.bench import params, table
-from qccl.bench.calls import Case
-from qccl.bench.measure import Row, Side
+from qccl.bench import params
 from qccl.bench.options import Options
-from qccl.bench.report import Device, Report
+from qccl.bench.sweep import table
+from qccl.bench.sweep.calls import Case
+from qccl.bench.sweep.measure import Row, Side
+from qccl.bench.sweep.report import Device, Report
 
 ROOT = Path(__file__).parents[2]
 

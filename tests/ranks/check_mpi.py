@@ -10,7 +10,7 @@ from threads import address
 
 import qccl
 from qccl.base.errors import ArgumentError, EngineError
-from qccl.bench.plain import plain_allreduce
+from qccl.bench.sweep.plain import plain_allreduce
 
 if not processes.OVER_MPI:
     pytest.skip("these ranks have no MPI", allow_module_level=True)

@@ -17,8 +17,8 @@ import rank_forks
 from machines import RANKS_EACH
 from plain_ranks import COMMAND, ROOT, be_a_rank, free_ports
 
-from qccl.bench.mpiexec import StartError, find_mpiexec
-from qccl.bench.start import obstacle
+from qccl.bench.start.mpiexec import StartError, find_mpiexec
+from qccl.bench.start.start import obstacle
 
 
 def checks(*names: str) -> tuple[str, ...]:

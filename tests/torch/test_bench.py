@@ -14,10 +14,11 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 from qccl import codecs
-from qccl.bench import lab, steps
 from qccl.bench.cli import main
-from qccl.bench.speed import Speed
-from qccl.bench.training import Computation, Gradient
+from qccl.bench.doctor import steps
+from qccl.bench.doctor.speed import Speed
+from qccl.bench.doctor.training import Computation, Gradient
+from qccl.bench.lab import lab
 from qccl.torch.groups import Policy, form_groups
 
 LAB = [pytest.mark.lab, pytest.mark.skipif(bool(lab.obstacle()), reason=str(lab.obstacle()))]

@@ -18,7 +18,7 @@ from on_ranks import check, in_group, on_ranks, run
 from rank_calls import all_calls, check_texts_and_a_split, error_of
 
 import qccl
-from qccl.bench.plain import plain_allreduce
+from qccl.bench.sweep.plain import plain_allreduce
 from qccl.transports.gloo import TorchTransport
 
 

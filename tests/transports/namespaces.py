@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from qccl.bench import lab
+from qccl.bench.lab import lab
 
 __all__ = ["NEEDS_LAB", "cable", "inside", "ip", "linked", "namespaces", "outputs", "start", "started"]
 

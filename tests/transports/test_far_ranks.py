@@ -12,7 +12,7 @@ import pytest
 from plain_ranks import free_ports, torch_variables
 from start_ranks import needs_ucx
 
-from qccl.bench import lab
+from qccl.bench.lab import lab
 from qccl.bench.params import parse_link
 
 pytestmark = [

@@ -17,8 +17,8 @@ from mixed_ranks import COUNT
 from start_ranks import needs_ucx
 
 from qccl.base.dtypes import FLOAT32
-from qccl.bench import lab
-from qccl.bench.lab import Lab
+from qccl.bench.lab import lab
+from qccl.bench.lab.lab import Lab
 from qccl.bench.params import parse_link
 from qccl.codecs import get
 

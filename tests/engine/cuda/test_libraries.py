@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FILES = [
     *sorted((ROOT / "qccl" / "engine" / "cuda").glob("*.py")),
     *sorted((ROOT / "tests" / "gpu").glob("*.py")),
-    ROOT / "qccl" / "bench" / "plain.py",
+    ROOT / "qccl" / "bench" / "sweep" / "plain.py",
 ]
 _UNKNOWN = "?"
 

@@ -377,9 +377,9 @@ def test_no_other_gpu_gets_a_context(before, world, cupy):
 def test_the_benchmark_on_a_gpu(cupy):
     """qccl-bench's measure() on device arrays: right results, the plain all-reduce beside, a graph with -G."""
     from qccl.base import dtypes
-    from qccl.bench.arrays import arrays_of
-    from qccl.bench.calls import Case, PlainCall, QuantizedCall
-    from qccl.bench.measure import Counts, measure
+    from qccl.bench.sweep.arrays import arrays_of
+    from qccl.bench.sweep.calls import Case, PlainCall, QuantizedCall
+    from qccl.bench.sweep.measure import Counts, measure
 
     case = Case(3000, dtypes.FLOAT32, "sum")
     counts = Counts(iters=10, warmups=1, checks=1)  # two calls in each of five rounds

@@ -10,10 +10,8 @@ from typing import Any
 import click
 
 from qccl.base.errors import ArgumentError, CodecError
-from qccl.bench.calls import check_calls
-from qccl.bench.lab import obstacle
-from qccl.bench.launched import LaunchedCommand
-from qccl.bench.network import NETWORK_FLAGS, network_of
+from qccl.bench.lab.lab import obstacle
+from qccl.bench.lab.network import NETWORK_FLAGS, network_of
 from qccl.bench.options import DTYPES, KINDS, OPS, Options, columns_help
 from qccl.bench.params import (
     AT_LEAST_0,
@@ -27,8 +25,10 @@ from qccl.bench.params import (
     output_file,
     parse_size,
 )
-from qccl.bench.processes import exit_status
-from qccl.bench.start import choose_way, run_ranks
+from qccl.bench.start.launched import LaunchedCommand
+from qccl.bench.start.processes import exit_status
+from qccl.bench.start.start import choose_way, run_ranks
+from qccl.bench.sweep.calls import check_calls
 from qccl.collectives.hierarchical import LAYOUTS
 from qccl.meeting.launchers import Launcher, detect
 from qccl.transports.choice import TRANSPORTS
@@ -185,14 +185,14 @@ def _start(ranks: int, options: Options) -> int:
         )
     lab = o.network.lab(ranks, o.nodes, link_per_rank=o.link_per_rank)
     with lab or contextlib.nullcontext():
-        command = [sys.executable, "-P", "-m", "qccl.bench.worker", o.to_json()]
+        command = [sys.executable, "-P", "-m", "qccl.bench.sweep.worker", o.to_json()]
         command += [str(ranks)] if way.transport == "loopback" else []
         return run_ranks(ranks, command, way=way, lab=lab, smallest=o.minbytes)
 
 
 def _join(launcher: Launcher, ranks: int | None, options: Options) -> int:
     """Run as one of the launcher's ranks; returns the exit status."""
-    from qccl.bench.worker import run_rank
+    from qccl.bench.sweep.worker import run_rank
 
     if flag := options.network.flag:
         raise click.UsageError(

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from qccl._host import HEADER_NBYTES
 from qccl.base.dtypes import DType
 from qccl.base.errors import ArgumentError
-from qccl.bench.calls import Case, Wiring, parameters_of, spec_of_case
 from qccl.bench.options import KINDS
 from qccl.bench.params import Link
+from qccl.bench.sweep.calls import Case, Wiring, parameters_of, spec_of_case
 from qccl.codecs import Codec, NoCodec
 from qccl.collectives import CollectiveSpec, HierarchicalSpec
 from qccl.collectives.analysis.simulate import Costs, Timeline, simulate

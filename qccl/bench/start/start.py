@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from qccl.bench.lab import INTERFACE, Lab
-from qccl.bench.mpiexec import Mpiexec, find_mpiexec
-from qccl.bench.processes import run_processes
+from qccl.bench.lab.lab import INTERFACE, Lab
+from qccl.bench.start.mpiexec import Mpiexec, find_mpiexec
+from qccl.bench.start.processes import run_processes
 from qccl.meeting.launchers import without_launchers
 from qccl.meeting.secret import is_insecure, new_token, token_key
 from qccl.transports import choice

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from qccl.bench.arrays import Arrays, Guarded, arrays_of
-from qccl.bench.calls import Case, PlainCall, QuantizedCall
-from qccl.bench.check import check
 from qccl.bench.options import KINDS
+from qccl.bench.sweep.arrays import Arrays, Guarded, arrays_of
+from qccl.bench.sweep.calls import Case, PlainCall, QuantizedCall
+from qccl.bench.sweep.check import check
 
 if TYPE_CHECKING:
     from qccl.communicator.communicator import Communicator

@@ -10,11 +10,11 @@ from typing import Any
 
 from qccl.base import __version__
 from qccl.base.machine_name import machine_name
-from qccl.bench import table
-from qccl.bench.measure import Row, Side
-from qccl.bench.namespaces import congestion_control
+from qccl.bench.lab.namespaces import congestion_control
 from qccl.bench.options import NCCL_NAMES, Options
 from qccl.bench.params import Link
+from qccl.bench.sweep import table
+from qccl.bench.sweep.measure import Row, Side
 
 __all__ = ["Device", "Report"]
 

@@ -15,7 +15,7 @@ import signal
 import socket
 from pathlib import Path
 
-from qccl.bench.namespaces import NAMESPACES, LabError, run
+from qccl.bench.lab.namespaces import NAMESPACES, LabError, run
 
 __all__ = ["FILES", "claim", "prefix", "remove", "remove_stale"]
 

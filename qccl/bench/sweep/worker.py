@@ -1,6 +1,6 @@
 """The ranks of ``qccl-bench``: each makes the communicator of all ranks, under any launcher, and runs the sweep.
 
-``python -m qccl.bench.worker OPTIONS-AS-JSON [N]`` is one rank; with N it is all N ranks, as threads.
+``python -m qccl.bench.sweep.worker OPTIONS-AS-JSON [N]`` is one rank; with N it is all N ranks, as threads.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import os
 import sys
 
 from qccl.base.errors import ArgumentError, CodecError, PeerLost, QcclError
-from qccl.bench.launched import let_rank_0_speak
 from qccl.bench.options import Options
-from qccl.bench.plain import load_mpi
-from qccl.bench.sweep import Sweep
+from qccl.bench.start.launched import let_rank_0_speak
+from qccl.bench.sweep.plain import load_mpi
+from qccl.bench.sweep.sweep import Sweep
 from qccl.communicator.launch import init
 from qccl.communicator.ranks import run_ranks
 from qccl.meeting.launchers import detect

@@ -18,10 +18,10 @@ from qccl import codecs
 from qccl.base import dtypes
 from qccl.base.dtypes import DType
 from qccl.base.errors import ArgumentError, CodecError
-from qccl.bench import data, reference
-from qccl.bench.arrays import Arrays
 from qccl.bench.options import DTYPES, KINDS, Options, neighbours
 from qccl.bench.params import codec_of
+from qccl.bench.sweep import data, reference
+from qccl.bench.sweep.arrays import Arrays
 from qccl.codecs import Codec, NoCodec
 from qccl.codecs.base import PLAIN_GRANULE
 from qccl.codecs.feedback import momentum_of

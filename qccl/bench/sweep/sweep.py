@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 from qccl.base import __version__
 from qccl.base.errors import QcclError
 from qccl.base.trace import TraceEvent, write_trace
-from qccl.bench import table
-from qccl.bench.arrays import Arrays, arrays_of
-from qccl.bench.calls import Case, PlainCall, QuantizedCall, Wiring, cases, parameters
-from qccl.bench.data import gaussian
-from qccl.bench.lab import shaped_nbytes
-from qccl.bench.measure import Counts, measure
-from qccl.bench.namespaces import congestion_control
+from qccl.bench.lab.lab import shaped_nbytes
+from qccl.bench.lab.namespaces import congestion_control
 from qccl.bench.options import KINDS, Options
 from qccl.bench.params import codec_of, write_json
-from qccl.bench.plain import baseline
-from qccl.bench.report import Device, Report
+from qccl.bench.sweep import table
+from qccl.bench.sweep.arrays import Arrays, arrays_of
+from qccl.bench.sweep.calls import Case, PlainCall, QuantizedCall, Wiring, cases, parameters
+from qccl.bench.sweep.data import gaussian
+from qccl.bench.sweep.measure import Counts, measure
+from qccl.bench.sweep.plain import baseline
+from qccl.bench.sweep.report import Device, Report
 from qccl.codecs import Codec, NoCodec
 from qccl.engine.cuda.libraries import nccl_version
 from qccl.transports import ucx

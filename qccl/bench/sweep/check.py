@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from qccl.bench import data, reference
-from qccl.bench.calls import PlainCall
 from qccl.bench.options import KINDS, neighbours
+from qccl.bench.sweep import data, reference
+from qccl.bench.sweep.calls import PlainCall
 from qccl.codecs.floats import to_float32
 from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.partitions import partition
@@ -22,8 +22,8 @@ from qccl.collectives.partitions import partition
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from qccl.bench.arrays import Guarded
-    from qccl.bench.calls import QuantizedCall
+    from qccl.bench.sweep.arrays import Guarded
+    from qccl.bench.sweep.calls import QuantizedCall
     from qccl.communicator.communicator import Communicator
 
     AnyCall = QuantizedCall | PlainCall

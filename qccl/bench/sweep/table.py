@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qccl.bench.measure import Row, Side
 from qccl.bench.options import KINDS, NCCL_NAMES
 from qccl.bench.params import Link
+from qccl.bench.sweep.measure import Row, Side
 
 __all__ = [
     *("Totals", "algbw", "busbw", "floor_seconds", "footer", "header", "line_share", "row", "speedups", "totals"),

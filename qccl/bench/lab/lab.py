@@ -22,9 +22,9 @@ import subprocess
 from pathlib import Path
 from types import TracebackType
 
-from qccl.bench.leftovers import FILES, claim, prefix, remove, remove_stale
-from qccl.bench.namespaces import LabError, set_congestion_control, switch_offloads_off
-from qccl.bench.namespaces import run as _run
+from qccl.bench.lab.leftovers import FILES, claim, prefix, remove, remove_stale
+from qccl.bench.lab.namespaces import LabError, set_congestion_control, switch_offloads_off
+from qccl.bench.lab.namespaces import run as _run
 from qccl.bench.params import Link
 
 __all__ = ["INTERFACE", "Lab", "LabError", "obstacle", "remove_stale", "shaped_nbytes"]

@@ -14,10 +14,8 @@ from qccl.base.dtypes import FLOAT32
 from qccl.base.errors import ArgumentError, CodecError
 from qccl.base.scalars import parse_seconds
 from qccl.base.trace import write_trace
-from qccl.bench import table
-from qccl.bench.calls import cases
-from qccl.bench.collective import check_sizes
-from qccl.bench.measure import Row, Side
+from qccl.bench.doctor.simulated import Machines, Processor, Simulated, simulated
+from qccl.bench.doctor.speed import measure_speed
 from qccl.bench.options import DTYPES, KINDS, NCCL_NAMES, OPS, Options, columns_help
 from qccl.bench.params import (
     AT_LEAST_0,
@@ -33,8 +31,10 @@ from qccl.bench.params import (
     parse_size,
     write_json,
 )
-from qccl.bench.simulated import Machines, Processor, Simulated, simulated
-from qccl.bench.speed import measure_speed
+from qccl.bench.sweep import table
+from qccl.bench.sweep.calls import cases
+from qccl.bench.sweep.collective import check_sizes
+from qccl.bench.sweep.measure import Row, Side
 from qccl.codecs import Codec, NoCodec
 
 __all__ = ["simulate"]

@@ -17,8 +17,10 @@ from qccl.base import __version__
 from qccl.base.dtypes import FLOAT32
 from qccl.base.errors import ArgumentError, QcclError
 from qccl.base.scalars import parse_seconds
-from qccl.bench.launched import LaunchedCommand
-from qccl.bench.network import parse_delay
+from qccl.bench.doctor.speed import Speed, measure_speed
+from qccl.bench.doctor.steps import FP16, FP32, Cost, Step, constants_of, cost_of, rate_of
+from qccl.bench.doctor.training import estimated
+from qccl.bench.lab.network import parse_delay
 from qccl.bench.params import (
     PositiveNumber,
     codec_list,
@@ -29,9 +31,7 @@ from qccl.bench.params import (
     parse_link,
     write_json,
 )
-from qccl.bench.speed import Speed, measure_speed
-from qccl.bench.steps import FP16, FP32, Cost, Step, constants_of, cost_of, rate_of
-from qccl.bench.training import estimated
+from qccl.bench.start.launched import LaunchedCommand
 from qccl.communicator.launch import init
 from qccl.meeting.launchers import detect
 

@@ -11,7 +11,7 @@ import click
 
 from qccl.base.errors import ArgumentError
 from qccl.base.scalars import parse_seconds
-from qccl.bench.lab import Lab
+from qccl.bench.lab.lab import Lab
 from qccl.bench.params import Link, option, parse_link, parse_loss
 
 __all__ = ["NETWORK_FLAGS", "NetworkOptions", "network_flags", "network_of", "parse_delay"]

@@ -14,13 +14,13 @@ from typing import Any
 
 import click
 
-from qccl.bench.lab import Lab, obstacle
-from qccl.bench.mpiexec import find_mpiexec
-from qccl.bench.namespaces import congestion_control
-from qccl.bench.network import NetworkOptions, network_flags, network_of
+from qccl.bench.lab.lab import Lab, obstacle
+from qccl.bench.lab.namespaces import congestion_control
+from qccl.bench.lab.network import NetworkOptions, network_flags, network_of
 from qccl.bench.params import AT_LEAST_1, option, output_file, write_json
-from qccl.bench.processes import exit_status, run_processes
-from qccl.bench.start import Way, commands, environment, share_of_processors
+from qccl.bench.start.mpiexec import find_mpiexec
+from qccl.bench.start.processes import exit_status, run_processes
+from qccl.bench.start.start import Way, commands, environment, share_of_processors
 from qccl.meeting.launchers import detect, unset
 
 __all__ = ["run"]

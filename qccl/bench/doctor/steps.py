@@ -1,8 +1,8 @@
 """How long a training step takes with a codec, and with fp32 and fp16 over gloo.
 
-A call of qccl takes the time that the simulator computes for its schedules (qccl.bench.simulated). The calls of a step
-follow each other: each occupies the link, or the processor if that is longer, and what else it takes passes while the
-next one runs. The trainer computes meanwhile, and loses what calls take of the processors that the rank has.
+A call of qccl takes the time that the simulator computes for its schedules (simulated.py). The calls of a step follow
+each other: each occupies the link, or the processor if that is longer, and what else it takes passes while the next
+one runs. The trainer computes meanwhile, and loses what calls take of the processors that the rank has.
 
 The constants below are of PyTorch's DistributedDataParallel and of gloo, fitted to the steps of docs/results (2 and 4
 ranks on 2 cores behind 100 Mbit/s and 1 Gbit/s). bench/doctor_accuracy.py compares the predictions with measured steps.
@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from qccl.base.dtypes import FLOAT32
-from qccl.bench.calls import Case
+from qccl.bench.doctor.simulated import ADD, Constants, Machines, Processor, simulated
+from qccl.bench.doctor.speed import Speed
+from qccl.bench.doctor.training import Computation
 from qccl.bench.params import Link, codec_of
-from qccl.bench.simulated import ADD, Constants, Machines, Processor, simulated
-from qccl.bench.speed import Speed
-from qccl.bench.training import Computation
+from qccl.bench.sweep.calls import Case
 from qccl.codecs import Codec, NoCodec
 from qccl.training.grouping import grouped, sent_nbytes
 

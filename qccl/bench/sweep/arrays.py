@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from qccl.base.dtypes import DType
-from qccl.bench import data
-from qccl.bench.plain import plain_allreduce, plain_nccl_allreduce
+from qccl.bench.sweep import data
+from qccl.bench.sweep.plain import plain_allreduce, plain_nccl_allreduce
 from qccl.codecs.operations import instruction_set
 from qccl.engine.cuda.libraries import cuda_libraries, on_device
 

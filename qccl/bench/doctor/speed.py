@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from qccl.base.dtypes import FLOAT32
-from qccl.bench.data import gaussian
+from qccl.bench.sweep.data import gaussian
 from qccl.codecs import Codec
 from qccl.codecs.feedback import feedback_of, momentum_of
 from qccl.codecs.floats import storage

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qccl.base.errors import QcclError
-from qccl.bench.lab import INTERFACE, Lab
+from qccl.bench.lab.lab import INTERFACE, Lab
 
 __all__ = ["INSTALL", "Mpiexec", "StartError", "find_mpiexec"]
 

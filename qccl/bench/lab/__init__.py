@@ -1,0 +1,1 @@
+"""Slow networks on one machine: network namespaces with rate-limited links."""

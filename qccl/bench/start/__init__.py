@@ -1,0 +1,1 @@
+"""Starts the ranks of a command or of a program of yours."""

@@ -1,0 +1,1 @@
+"""Measures a collective over a range of sizes, and checks each result."""
