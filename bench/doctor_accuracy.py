@@ -24,9 +24,9 @@ from typing import Any
 import click
 from runs import begun, measured_on, report, rewrite_table, run_ranks, start_script, store, table, todays
 
-from qccl.bench.doctor.speed import Speed, measure_speed
+from qccl.bench.doctor.speed import CodecSpeed, measure_speed
 from qccl.bench.doctor.steps import FP16, FP32, Step, cost_of
-from qccl.bench.doctor.training import Computation, estimated
+from qccl.bench.doctor.training import StepComputation, estimated
 from qccl.bench.lab.lab import Lab
 from qccl.bench.lab.namespaces import congestion_control
 from qccl.bench.params import codec_of, parse_link
@@ -101,7 +101,7 @@ def _run(ranks: int, task: dict[str, Any], link: str | None) -> list[dict[str, A
 
 def predicted(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The rows with the doctor's prediction and its relative error."""
-    speeds = {method: Speed(**speed) for method, speed in document["speeds"].items()}
+    speeds = {method: CodecSpeed(**speed) for method, speed in document["speeds"].items()}
     for row in (each for each in document["rows"] if each["method"] in speeds):  # older files have PowerSGD, too
         own = _computation(document[f"profile of {row['model']}"])
         step = Step(own, row["ranks"], parse_link(row["link"]).rate, document["machine"]["cores"] / row["ranks"])
@@ -109,7 +109,7 @@ def predicted(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield row | {"predicted": seconds, "error": seconds / row["seconds"] - 1}
 
 
-def _computation(found: dict[str, Any]) -> Computation:
+def _computation(found: dict[str, Any]) -> StepComputation:
     """The computation of a step as the doctor estimates it; older files have one that was measured part by part."""
     seconds = found["forward"] + found["backward"] + found["optimiser"]
     return estimated([tuple(g["shape"]) for g in found["gradients"]], seconds, _BUCKET_NBYTES)
@@ -153,7 +153,7 @@ def rank(task: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def _alone(name: str) -> Computation:
+def _alone(name: str) -> StepComputation:
     """The computation that the doctor estimates from the least time of some steps of one rank."""
     from doctor_models import MODELS as makers
 

@@ -102,15 +102,15 @@ def threads_end() -> Iterator[None]:
 @pytest.fixture
 def executions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The executions that the host engine makes from now on."""
-    from qccl.engine.host.execution import Execution
+    from qccl.engine.host.execution import HostExecution
 
-    found, usual = [], Execution.__init__
+    found, usual = [], HostExecution.__init__
 
-    def count(execution: Execution, *arguments: Any) -> None:
+    def count(execution: HostExecution, *arguments: Any) -> None:
         found.append(execution)
         usual(execution, *arguments)
 
-    monkeypatch.setattr(Execution, "__init__", count)
+    monkeypatch.setattr(HostExecution, "__init__", count)
     return found
 
 

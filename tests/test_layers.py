@@ -173,6 +173,15 @@ def test_the_benchmark_uses_no_private_name() -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_a_name_of_a_class_stands_once() -> None:
+    found: dict[str, list[str]] = {}
+    for source in SOURCES:
+        for node in ast.walk(ast.parse((PACKAGE / source).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(source.as_posix())
+    assert not {name: files for name, files in found.items() if len(files) > 1}
+
+
 def test_rooms_import_rooms_of_lower_floors() -> None:
     below: set[str] = {"_host"}
     for floor in FLOORS:

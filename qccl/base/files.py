@@ -135,7 +135,7 @@ def check_writable(path: Path) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), place.name)
 
 
-class _Place(NamedTuple):
+class _FilePlace(NamedTuple):
     """The place of a file: a descriptor of its folder, its name there, and the status of what has that name."""
 
     folder: int
@@ -150,7 +150,7 @@ class _Place(NamedTuple):
 
 
 @contextlib.contextmanager
-def _placed(path: Path) -> Iterator[_Place]:
+def _placed(path: Path) -> Iterator[_FilePlace]:
     """The place of ``path``, which errors name in place of a part of it, or of the temporary file beside it."""
     text = os.fspath(path)
     try:
@@ -167,7 +167,7 @@ def _placed(path: Path) -> Iterator[_Place]:
         os.close(place.folder)
 
 
-def _walk(path: str) -> _Place:
+def _walk(path: str) -> _FilePlace:
     """Open folder after folder, and follow links, but nothing that another user can have planted. Raises OSError."""
     parts, links = path.split("/")[::-1], 0  # the last part is the next one
     at = os.open("/" if path.startswith("/") else ".", _FOLDER_FLAGS)
@@ -184,7 +184,7 @@ def _walk(path: str) -> _Place:
                     raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
                 stream = _stream_behind(name, at) if is_link and not is_planted else None
                 if is_planted or not is_link or stream:
-                    return _Place(at, name, stream or found, is_planted)
+                    return _FilePlace(at, name, stream or found, is_planted)
             elif is_planted:
                 raise PermissionError(errno.EACCES, f"{name!r} belongs to another user; give a folder of your own")
             if is_link:
@@ -231,7 +231,7 @@ def _is_special(found: os.stat_result) -> bool:
     return not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode))
 
 
-def _opened_stream(place: _Place) -> int:
+def _opened_stream(place: _FilePlace) -> int:
     """A descriptor that writes into a pipe, terminal or device. Does not wait for a pipe's reader."""
     try:
         descriptor = os.open(place.name, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=place.folder)

@@ -31,7 +31,7 @@ from qccl.bench.params import (
 from qccl.codecs import Codec
 from qccl.codecs.operations import Operations, copy, instruction_set
 
-__all__ = ["DEFAULT_CODECS", "Speed", "codec", "measure_codec", "time_operations"]
+__all__ = ["DEFAULT_CODECS", "CodecRow", "codec", "measure_codec", "time_operations"]
 
 #: measured by default
 DEFAULT_CODECS = ",".join(codecs.examples())
@@ -41,7 +41,7 @@ _JSON_HELP = "Write the figures, after each row."
 
 
 @dataclass(frozen=True)
-class Speed:
+class CodecRow:
     """One line of the table; seconds are medians of passes over ``nbytes`` bytes of values.
 
     Attributes:
@@ -123,7 +123,7 @@ def codec(
         click.echo(f"# Wrote {path}")
 
 
-def measure_codec(codec: Codec, dtype: DType, size: int, iters: int, warmups: int) -> Speed:
+def measure_codec(codec: Codec, dtype: DType, size: int, iters: int, warmups: int) -> CodecRow:
     """Time the codec's kernels on about ``size`` bytes of Gaussian values."""
     import numpy as np
 
@@ -149,7 +149,7 @@ def measure_codec(codec: Codec, dtype: DType, size: int, iters: int, warmups: in
     exact = to_float32(values, dtype).astype(np.float64)
     error = float(np.linalg.norm(to_float32(decoded, dtype) - exact) / np.linalg.norm(exact))
     nbytes = count * dtype.itemsize
-    return Speed(codec.spec(), dtype.name, nbytes, wire_nbytes, error, codec.plain.slow, _SOURCES, **seconds)
+    return CodecRow(codec.spec(), dtype.name, nbytes, wire_nbytes, error, codec.plain.slow, _SOURCES, **seconds)
 
 
 def time_operations(operations: dict[str, Callable[[], object]], iters: int, warmups: int) -> dict[str, list[float]]:
@@ -176,7 +176,7 @@ def _header() -> Iterator[str]:
     yield f"#{'':31}  {'':7} {'':6}  {'':7} {'':6}  {'':7} {'':6}  {'rd+wr':>7}"
 
 
-def _line(s: Speed, name: str) -> str:
+def _line(s: CodecRow, name: str) -> str:
     marked = f"{s.codec} (Python, slow)" if s.slow else s.codec
     pairs = "  ".join(
         f"{s.nbytes / getattr(s, op) / 1e9:>7.2f} {s.share(op) * 100:>5.1f}%" for op in ("encode", "decode", "reduce")

@@ -22,8 +22,8 @@ __all__ = [
     "NCCL_OTHERS",
     "NCCL_TESTS",
     "OPS",
-    "Kind",
-    "Options",
+    "CollectiveKind",
+    "SweepOptions",
     "columns_help",
     "neighbours",
 ]
@@ -35,7 +35,7 @@ OPS = ("sum", "avg", "min", "max")
 
 
 @dataclass(frozen=True)
-class Options:
+class SweepOptions:
     """The options; the names follow nccl-tests' long flags.
 
     Attributes:
@@ -110,7 +110,7 @@ class Options:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Options:
+    def from_json(cls, text: str) -> SweepOptions:
         """The options that to_json() wrote."""
         given = json.loads(text)
         network = NetworkOptions(**given.pop("network"))
@@ -119,7 +119,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Kind:
+class CollectiveKind:
     """A collective.
 
     Attributes:
@@ -160,20 +160,20 @@ def _half(n: int) -> float:
 
 _ROUNDS = ("one_shot", "two_round")
 
-KINDS: MappingProxyType[str, Kind] = MappingProxyType(
+KINDS: MappingProxyType[str, CollectiveKind] = MappingProxyType(
     {
-        "allreduce": Kind("all-reduce", lambda n: 2 * _half(n), True, _ROUNDS),
-        "hierarchical_allreduce": Kind(
+        "allreduce": CollectiveKind("all-reduce", lambda n: 2 * _half(n), True, _ROUNDS),
+        "hierarchical_allreduce": CollectiveKind(
             *("all-reduce in two levels", lambda n: 2 * _half(n), True, _ROUNDS),
             parameters=("layout", "intra", "inter", "node_ids"),
         ),
-        "allreduce_coalesced": Kind("all-reduce of many arrays", lambda n: 2 * _half(n), True, _ROUNDS),
-        "reduce_scatter": Kind("reduce-scatter", _half, True, whole_output=False, identical=False),
-        "all_gather": Kind("all-gather", _half, whole_input=False),
-        "all_to_all": Kind("all-to-all", _half, identical=False),
-        "broadcast": Kind("broadcast", lambda n: 1.0, algorithms=("chain", "binomial"), parameters=("root",)),
-        "reduce": Kind("reduce", lambda n: 1.0, True, _ROUNDS, ("root",), identical=False),
-        "peer_exchange": Kind(
+        "allreduce_coalesced": CollectiveKind("all-reduce of many arrays", lambda n: 2 * _half(n), True, _ROUNDS),
+        "reduce_scatter": CollectiveKind("reduce-scatter", _half, True, whole_output=False, identical=False),
+        "all_gather": CollectiveKind("all-gather", _half, whole_input=False),
+        "all_to_all": CollectiveKind("all-to-all", _half, identical=False),
+        "broadcast": CollectiveKind("broadcast", lambda n: 1.0, algorithms=("chain", "binomial"), parameters=("root",)),
+        "reduce": CollectiveKind("reduce", lambda n: 1.0, True, _ROUNDS, ("root",), identical=False),
+        "peer_exchange": CollectiveKind(
             *("peer exchange with both neighbours in a ring", lambda n: float(min(n - 1, 2))),
             identical=False,
             adds=True,

@@ -10,10 +10,10 @@ from typing import Any, Self
 from qccl.base.arrays import Values, is_part_of
 from qccl.codecs.base import Codec
 from qccl.collectives.chunks import NETWORK, ChunkPolicy
-from qccl.collectives.operands import CallerBuffers, Group, Nodes, ranks_by_node
+from qccl.collectives.operands import CallerBuffers, Nodes, RankGroup, ranks_by_node
 from qccl.collectives.partitions import partition_as_given
 from qccl.collectives.parts import PartsSpec, parts_of
-from qccl.collectives.rounds import AllGather, alone, assemble, decode_row, pipeline
+from qccl.collectives.rounds import AllGatherRound, alone, assemble, decode_row, pipeline
 from qccl.collectives.schedule import Exchange, Op, Schedule, Transfer
 from qccl.collectives.spec import Binding
 from qccl.collectives.wire import Encoding, Slots
@@ -44,7 +44,7 @@ class AllGatherSpec(PartsSpec):
             return Binding(True, {"output": target.address})
         return Binding(False, {"input": source.address, "output": target.address})
 
-    def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+    def _schedule(self, group: RankGroup, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
         if self.node_ids:
             return all_gather_in_levels(
                 group, buffers, self.codec, nodes=ranks_by_node(self.node_ids), chunking=chunking
@@ -52,7 +52,7 @@ class AllGatherSpec(PartsSpec):
         return all_gather(group, buffers, self.codec, chunking=chunking)
 
 
-def all_gather(group: Group, buffers: CallerBuffers, codec: Codec, *, chunking: ChunkPolicy = NETWORK) -> Schedule:
+def all_gather(group: RankGroup, buffers: CallerBuffers, codec: Codec, *, chunking: ChunkPolicy = NETWORK) -> Schedule:
     """All ranks get all parts; part r, of ``buffers.counts[r]`` elements, is rank r's.
 
     A rank keeps the decoded values of its own part, as the others get them: all hold the same bits. Each rank sends
@@ -62,7 +62,7 @@ def all_gather(group: Group, buffers: CallerBuffers, codec: Codec, *, chunking: 
     encoding = Encoding(parts, codec, buffers.dtype, chunking.depth, sums=True)
     if group.size == 1:
         return assemble("all_gather", group, buffers, alone(buffers, codec))
-    gather = AllGather(group, encoding)
+    gather = AllGatherRound(group, encoding)
     encode_own = partial(gather.encode, source=buffers.source, keep=buffers.target)
     decode_others = partial(gather.decode, target=buffers.target)
     stages = ((0, encode_own), (0, gather.exchange), (encoding.lag, decode_others))
@@ -70,7 +70,7 @@ def all_gather(group: Group, buffers: CallerBuffers, codec: Codec, *, chunking: 
 
 
 def all_gather_in_levels(
-    group: Group,
+    group: RankGroup,
     buffers: CallerBuffers,
     codec: Codec,
     *,
@@ -86,7 +86,7 @@ def all_gather_in_levels(
     mates, partners = [rank for rank in levels.mine if rank != group.rank], levels.partners(group.rank)
     owners = {rank: rank for rank in (group.rank, *mates, *partners)}
     receivers = [*mates, *(levels.stands_for(node, group.rank) for node in levels.others)]
-    gather = AllGather(group, encoding, owners=owners, receivers=receivers)
+    gather = AllGatherRound(group, encoding, owners=owners, receivers=receivers)
     forwarded = [(mate, maker) for mate in mates for maker in levels.partners(mate)]
     late = Slots(encoding, "forward.recv", {maker: maker for _, maker in forwarded})
 

@@ -11,7 +11,7 @@ from qccl.base.dtypes import DType
 from qccl.base.errors import ArgumentError
 from qccl.codecs.base import Codec
 from qccl.collectives.chunks import NETWORK, ChunkPolicy
-from qccl.collectives.operands import CallerBuffers, Group
+from qccl.collectives.operands import CallerBuffers, RankGroup
 from qccl.collectives.partitions import partition_as_given
 from qccl.collectives.parts import equal_parts, parts_of, row_major
 from qccl.collectives.rounds import assemble, copy_values, decode_chunk, encode_chunk, pipeline
@@ -85,13 +85,13 @@ class AllToAllSpec(CollectiveSpec):
         check_disjoint([arrays["output"]], [arrays["input"]])
         return Binding(False, {name: values.address for name, values in arrays.items()})
 
-    def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+    def _schedule(self, group: RankGroup, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
         sends, receives = self.lengths(group.rank, group.size)
         return all_to_all(group, sends, receives, self.dtype, self.codec, chunking=chunking)
 
 
 def all_to_all(
-    group: Group,
+    group: RankGroup,
     send_counts: Sequence[int],
     recv_counts: Sequence[int],
     dtype: DType,

@@ -10,9 +10,9 @@ from types import MappingProxyType
 from qccl.base.dtypes import DType
 from qccl.codecs.base import Codec
 from qccl.collectives.chunks import NETWORK, ChunkPolicy
-from qccl.collectives.operands import SUM, Arrays, CallerBuffers, Combine, Group
+from qccl.collectives.operands import SUM, Arrays, CallerBuffers, Combine, RankGroup
 from qccl.collectives.partitions import HOP_NBYTES, partition
-from qccl.collectives.rounds import AllGather, Round, ScatterReduce, Stage, alone, assemble, pipeline
+from qccl.collectives.rounds import AllGatherRound, Round, ScatterReduce, Stage, alone, assemble, pipeline
 from qccl.collectives.schedule import Op, Schedule
 from qccl.collectives.spec import CollectiveSpec
 from qccl.collectives.wire import Encoding
@@ -39,7 +39,7 @@ class AllReduceSpec(CollectiveSpec):
         """See choose_allreduce()."""
         return choose_allreduce(self.count, size, self.dtype, self.codec)
 
-    def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+    def _schedule(self, group: RankGroup, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
         algorithm, combine = self.algorithm_for(group.size), Combine.of(self.op, group.size)
         return allreduce(algorithm, group, buffers, self.codec, combine, chunking=chunking)
 
@@ -60,7 +60,7 @@ def choose_allreduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
 
 def allreduce(
     algorithm: str,
-    group: Group,
+    group: RankGroup,
     buffers: CallerBuffers,
     codec: Codec,
     combine: Combine = SUM,
@@ -92,7 +92,7 @@ def shards_of(algorithm: str, size: int) -> int:
 
 def stages_of(
     algorithm: str,
-    group: Group,
+    group: RankGroup,
     encoding: Encoding,
     codec: Codec,
     combine: Combine,
@@ -110,12 +110,12 @@ def stages_of(
     lag, scatter_name, gather_name = encoding.lag, f"{prefix}scatter", f"{prefix}gather"
     if algorithm == "one_shot":
         owners = dict.fromkeys(group.owners(group.size), 0)
-        gather = AllGather(group, encoding, name=gather_name, round_number=round_number, owners=owners)
+        gather = AllGatherRound(group, encoding, name=gather_name, round_number=round_number, owners=owners)
         combined = partial(gather.reduce, combine=combine, target=target)
         return [(0, partial(gather.encode, source=source)), (0, gather.exchange), (lag, combined)], [gather]
     scatter = ScatterReduce(group, encoding, source, name=scatter_name, round_number=round_number)
     sums = Encoding(encoding.partition, codec, encoding.dtype, encoding.depth, sums=True)
-    gather = AllGather(group, sums, name=gather_name, round_number=round_number + 1)
+    gather = AllGatherRound(group, sums, name=gather_name, round_number=round_number + 1)
 
     def reduce(k: int) -> Iterator[Op]:
         if encoding.codec == sums.codec:

@@ -10,7 +10,7 @@ from qccl.base.arrays import Values
 from qccl.base.errors import ArgumentError
 from qccl.codecs.base import Codec
 from qccl.collectives.chunks import NETWORK, ChunkPolicy
-from qccl.collectives.operands import CallerBuffers, Group
+from qccl.collectives.operands import CallerBuffers, RankGroup
 from qccl.collectives.partitions import HOP_NBYTES, partition
 from qccl.collectives.rounds import alone, assemble, decode_row, encode_row, pipeline
 from qccl.collectives.schedule import Op, Schedule
@@ -54,13 +54,13 @@ class BroadcastSpec(CollectiveSpec):
         check_root(self.root, size)
         return CallerBuffers.alike((self.count,), self.dtype, in_place=in_place or rank != self.root)
 
-    def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+    def _schedule(self, group: RankGroup, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
         tree = self.algorithm_for(group.size)
         return broadcast(group, buffers, self.codec, root=self.root, tree=tree, chunking=chunking)
 
 
 def broadcast(
-    group: Group,
+    group: RankGroup,
     buffers: CallerBuffers,
     codec: Codec,
     *,
@@ -96,7 +96,7 @@ def broadcast(
     return assemble(tree, group, buffers, ops, slots)
 
 
-def _family(group: Group, root: int, tree: str) -> tuple[int | None, list[int]]:
+def _family(group: RankGroup, root: int, tree: str) -> tuple[int | None, list[int]]:
     """The parent (None: the root) and the children of a rank, the child with the most descendants first."""
     if tree not in BroadcastSpec.algorithms:
         raise ArgumentError(f"tree is {tree!r}; there are chain and binomial")

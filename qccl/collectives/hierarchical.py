@@ -17,10 +17,10 @@ from qccl.codecs.feedback import Momentum
 from qccl.collectives.allreduce import AllReduceSpec, choose_allreduce, shards_of, stages_of
 from qccl.collectives.arguments import CodecLike, OpLike, integers, one_of
 from qccl.collectives.chunks import NETWORK, ChunkPolicy
-from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group, ranks_by_node
+from qccl.collectives.operands import SUM, CallerBuffers, Combine, RankGroup, ranks_by_node
 from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import (
-    AllGather,
+    AllGatherRound,
     Round,
     ScatterReduce,
     Stage,
@@ -149,7 +149,7 @@ class HierarchicalSpec(CollectiveSpec):
         nodes = ranks_by_node(self.node_ids)
         return Levels(nodes, self._parts(nodes), self.algorithm_for(len(self.node_ids)), self.intra)
 
-    def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+    def _schedule(self, group: RankGroup, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
         combine, here = Combine.of(self.op, group.size), self.node_ids[group.rank]
         made = hierarchical(group, buffers, self.codec, combine, levels=self.levels(), chunking=chunking)
         if self.inter is None:
@@ -183,7 +183,7 @@ def intra_of(intra: CodecLike, dtype: DType) -> Codec:
 
 
 def hierarchical(
-    group: Group,
+    group: RankGroup,
     buffers: CallerBuffers,
     codec: Codec,
     combine: Combine = SUM,
@@ -206,7 +206,7 @@ def hierarchical(
     splits = shards_of(levels.algorithm, len(nodes))
     shards = partition(buffers.counts, levels.parts * splits, (intra, codec), chunking, ramped=True)
     shards_of_part = [range(part * splits, (part + 1) * splits) for part in range(levels.parts)]
-    node = Group(group.rank, next(tuple(each) for each in nodes if group.rank in each))
+    node = RankGroup(group.rank, next(tuple(each) for each in nodes if group.rank in each))
     owners = [each[node.index] for each in nodes] if node.index < levels.parts else []
     between, own = by_level(codec, intra) if node.size > 1 else (codec, intra)
 
@@ -219,7 +219,7 @@ def hierarchical(
     rounds: list[Round | Slots] = []
     lag = 0  # of the stages that follow
     scatter = ScatterReduce(node, up, buffers.source, name="up")
-    gather = AllGather(node, down, name="down", round_number=3)
+    gather = AllGatherRound(node, down, name="down", round_number=3)
     if node.size > 1:
         whole = combine if len(owners) == 1 else Combine(combine.op)  # a lone node's sum is the result
         stages += [(0, scatter.send), (up.lag, partial(scatter.reduce, combine=whole, wire=None, target=target))]
@@ -234,7 +234,7 @@ def hierarchical(
         rounds, last = [slots], [(0, encode), (0, partial(decode_row, slots, target=target, round_number=3))]
     if len(owners) > 1:
         part = encoding([(shard,) for shard in shards_of_part[node.index]], between)
-        source, others = target if node.size > 1 else buffers.source, Group(group.rank, owners)
+        source, others = target if node.size > 1 else buffers.source, RankGroup(group.rank, owners)
         found, made = stages_of(
             levels.algorithm, others, part, between, combine, source, target, prefix="inter.", round_number=1
         )

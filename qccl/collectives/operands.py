@@ -11,11 +11,11 @@ from qccl.base.errors import ArgumentError
 from qccl.collectives.partitions import Segment
 from qccl.collectives.schedule import Buffer, Role, Span, buffer_name
 
-__all__ = ["SUM", "Arrays", "CallerBuffers", "Combine", "Group", "Nodes", "Places", "ranks_by_node"]
+__all__ = ["SUM", "Arrays", "CallerBuffers", "Combine", "Nodes", "Places", "RankGroup", "ranks_by_node"]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """Some ranks of the communicator, in an order that all of them know; ``rank`` is this process."""
 
     rank: int
@@ -26,9 +26,9 @@ class Group:
             raise ArgumentError(f"rank {self.rank} of {self.size} ranks does not exist; ranks are 0 to size - 1")
 
     @staticmethod
-    def of_all(rank: int, size: int) -> Group:
+    def of_all(rank: int, size: int) -> RankGroup:
         """All ranks of the communicator."""
-        return Group(rank, range(size))
+        return RankGroup(rank, range(size))
 
     @property
     def size(self) -> int:

@@ -13,7 +13,7 @@ from qccl.base.errors import ArgumentError
 from qccl.codecs.base import Codec
 from qccl.collectives.arguments import integer, integers
 from qccl.collectives.chunks import NETWORK, ChunkPolicy
-from qccl.collectives.operands import Arrays, CallerBuffers, Group
+from qccl.collectives.operands import Arrays, CallerBuffers, RankGroup
 from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import assemble, decode_chunk, encode_row, pipeline
 from qccl.collectives.schedule import Buffer, Op, Role, Schedule, buffer_name
@@ -94,7 +94,7 @@ class PeerExchangeSpec(CollectiveSpec):
         check_disjoint([values for name, values in arrays.items() if name != "input"], [arrays["input"]])
         return Binding(False, {name: values.address for name, values in arrays.items()})
 
-    def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+    def _schedule(self, group: RankGroup, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
         peers = {"send_to": self.send_to, "receive_from": self.receive_from}
         return peer_exchange(group, buffers, self.codec, chunking=chunking, **peers)
 
@@ -114,7 +114,7 @@ def peer_buffers(count: int, dtype: DType, receive_from: Sequence[int], *, appli
 
 
 def peer_exchange(
-    group: Group,
+    group: RankGroup,
     buffers: CallerBuffers,
     codec: Codec,
     *,

@@ -10,9 +10,9 @@ from qccl.base.arrays import Values
 from qccl.codecs.base import Codec
 from qccl.collectives.allreduce import AllReduceSpec, choose_allreduce, shards_of
 from qccl.collectives.chunks import NETWORK, ChunkPolicy
-from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
+from qccl.collectives.operands import SUM, CallerBuffers, Combine, RankGroup
 from qccl.collectives.partitions import partition
-from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, pipeline
+from qccl.collectives.rounds import AllGatherRound, ScatterReduce, alone, assemble, pipeline
 from qccl.collectives.schedule import Op, Schedule
 from qccl.collectives.spec import Call, CollectiveSpec, check_root, input_and_output
 from qccl.collectives.wire import Encoding
@@ -48,14 +48,14 @@ class ReduceSpec(CollectiveSpec):
         check_root(self.root, size)
         return CallerBuffers.alike((self.count,), self.dtype, in_place=in_place, result=rank == self.root)
 
-    def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+    def _schedule(self, group: RankGroup, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
         algorithm, combine = self.algorithm_for(group.size), Combine.of(self.op, group.size)
         return reduce(algorithm, group, buffers, self.codec, combine, root=self.root, chunking=chunking)
 
 
 def reduce(
     algorithm: str,
-    group: Group,
+    group: RankGroup,
     buffers: CallerBuffers,
     codec: Codec,
     combine: Combine = SUM,
@@ -84,7 +84,7 @@ def reduce(
         return assemble(algorithm, group, buffers, pipeline(parts.chunks, (0, scatter.send), (lag, combined)), scatter)
     owners = {rank: part for part, rank in enumerate(group.ranks) if (rank == group.rank) != is_root}
     scatter = ScatterReduce(group, encoding, buffers.source)
-    gather = AllGather(group, encoding, round_number=1, owners=owners, receivers=(root,))
+    gather = AllGatherRound(group, encoding, round_number=1, owners=owners, receivers=(root,))
 
     def own_part(k: int) -> Iterator[Op]:
         return scatter.reduce(k, combine, None if is_root else gather.wire(k), buffers.target if is_root else None)

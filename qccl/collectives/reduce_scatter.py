@@ -15,7 +15,7 @@ from qccl.codecs.none import NoCodec
 from qccl.collectives.arguments import OpLike
 from qccl.collectives.chunks import NETWORK, ChunkPolicy
 from qccl.collectives.hierarchical import by_level
-from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group, Nodes, ranks_by_node
+from qccl.collectives.operands import SUM, CallerBuffers, Combine, Nodes, RankGroup, ranks_by_node
 from qccl.collectives.partitions import Segment, partition_as_given
 from qccl.collectives.parts import PartsSpec, parts_of
 from qccl.collectives.rounds import ScatterReduce, alone, assemble, pipeline
@@ -58,7 +58,7 @@ class ReduceScatterSpec(PartsSpec):
             return Binding(True, {"output": source.address})
         return Binding(False, {"input": source.address, "output": target.address})
 
-    def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+    def _schedule(self, group: RankGroup, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
         combine = Combine.of(self.op, group.size)
         if self.node_ids:
             nodes = ranks_by_node(self.node_ids)
@@ -67,7 +67,7 @@ class ReduceScatterSpec(PartsSpec):
 
 
 def reduce_scatter(
-    group: Group, buffers: CallerBuffers, codec: Codec, combine: Combine = SUM, *, chunking: ChunkPolicy = NETWORK
+    group: RankGroup, buffers: CallerBuffers, codec: Codec, combine: Combine = SUM, *, chunking: ChunkPolicy = NETWORK
 ) -> Schedule:
     """Rank r gets part r, of ``buffers.counts[r]`` elements, combined from all ranks.
 
@@ -83,7 +83,7 @@ def reduce_scatter(
 
 
 def reduce_scatter_in_levels(
-    group: Group,
+    group: RankGroup,
     buffers: CallerBuffers,
     codec: Codec,
     combine: Combine = SUM,
@@ -107,7 +107,7 @@ def reduce_scatter_in_levels(
     encoding = Encoding(parts, codec, buffers.dtype, chunking.depth)
     sums = _Sums(buffers, encoding, rank, levels.partners(rank))
     between = ScatterReduce(
-        Group(rank, [levels.stands_for(node, rank) for node in nodes]),
+        RankGroup(rank, [levels.stands_for(node, rank) for node in nodes]),
         encoding,
         sums if several else buffers.source,
         name="between",
@@ -121,7 +121,7 @@ def reduce_scatter_in_levels(
         return assemble("two_levels", group, buffers, ops, between)
     grouped = parts.grouped([(mate, *levels.partners(mate)) for mate in levels.mine])
     up_encoding = Encoding(grouped, up_codec, buffers.dtype, chunking.depth)
-    up = ScatterReduce(Group(rank, levels.mine), up_encoding, buffers.source, name="up")
+    up = ScatterReduce(RankGroup(rank, levels.mine), up_encoding, buffers.source, name="up")
     sum_in_node = partial(up.reduce, combine=Combine(combine.op), wire=None, target=sums)
     ops = pipeline(parts.chunks, (0, up.send), (lag, sum_in_node), (lag, between.send), (lag + lag, reduce))
     return assemble("two_levels", group, buffers, ops, up, between, sums, guarded=sums.guarded)

@@ -12,11 +12,11 @@ from typing import Protocol
 
 from qccl.codecs.base import Codec
 from qccl.collectives.feedback import with_feedback
-from qccl.collectives.operands import SUM, Arrays, CallerBuffers, Combine, Group, Places
+from qccl.collectives.operands import SUM, Arrays, CallerBuffers, Combine, Places, RankGroup
 from qccl.collectives.schedule import Buffer, Decode, Encode, Op, Reduce, Schedule, Span
 from qccl.collectives.wire import Encoding, Slots, exchange
 
-__all__ = ["AllGather", "Round", "ScatterReduce", "Stage", "alone", "assemble", "copy_values", "decode_chunk"]
+__all__ = ["AllGatherRound", "Round", "ScatterReduce", "Stage", "alone", "assemble", "copy_values", "decode_chunk"]
 __all__ += ["decode_row", "encode_chunk", "encode_row", "pipeline"]
 
 #: a stage of a pipeline: its lag, and what makes the operations of a chunk
@@ -42,7 +42,7 @@ class ScatterReduce(Round):
 
     def __init__(
         self,
-        group: Group,
+        group: RankGroup,
         encoding: Encoding,
         source: Places,
         *,
@@ -93,7 +93,7 @@ class ScatterReduce(Round):
             )
 
 
-class AllGather(Round):
+class AllGatherRound(Round):
     """Each owner sends its wire to other ranks, and each rank receives the wires of owners.
 
     There is one wire slot in "gather.send", and one for each owner in "gather.recv"; ``name`` replaces "gather".
@@ -101,7 +101,7 @@ class AllGather(Round):
 
     def __init__(
         self,
-        group: Group,
+        group: RankGroup,
         encoding: Encoding,
         *,
         name: str = "gather",
@@ -246,7 +246,7 @@ class _HasBuffers(Protocol):
 
 def assemble(
     name: str,
-    group: Group,
+    group: RankGroup,
     caller: CallerBuffers,
     ops: Iterable[Op],
     *wires: _HasBuffers,

@@ -16,7 +16,7 @@ from qccl.base.errors import ArgumentError
 from qccl.codecs.base import Codec
 from qccl.collectives.arguments import CodecLike, chunk_of, count_of, integer, one_of, op_of
 from qccl.collectives.chunks import NETWORK, ChunkPolicy
-from qccl.collectives.operands import CallerBuffers, Group
+from qccl.collectives.operands import CallerBuffers, RankGroup
 from qccl.collectives.schedule import Buffer, Role, Schedule
 
 __all__ = ["Binding", "Call", "CollectiveSpec", "check_root", "common_order", "input_and_output"]
@@ -252,10 +252,10 @@ class CollectiveSpec(ABC):
     def schedule(self, rank: int, size: int, *, in_place: bool, chunking: ChunkPolicy = NETWORK) -> Schedule:
         """The schedule of one rank; ``chunking`` is used if the caller gave no chunk size."""
         own = chunking if self.chunk is None else ChunkPolicy.of_elements(self.chunk)
-        return self._schedule(Group.of_all(rank, size), self.buffers(rank, size, in_place=in_place), own)
+        return self._schedule(RankGroup.of_all(rank, size), self.buffers(rank, size, in_place=in_place), own)
 
     @abstractmethod
-    def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+    def _schedule(self, group: RankGroup, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
         """The schedule of the group's rank, on its buffers."""
 
 

@@ -30,7 +30,7 @@ from qccl.collectives.schedule import Role
 from qccl.communicator.choosing import Chooser
 from qccl.communicator.dynamo import not_traced, skip_tracing
 from qccl.communicator.options import ArrayOptions, CallOptions, Method, ResultArrayOptions, StateArrayOptions
-from qccl.communicator.profile import Choice
+from qccl.communicator.profile import CallChoice
 from qccl.communicator.programs import Compiled
 from qccl.communicator.session import Session
 from qccl.communicator.state import check_key, lr_of
@@ -395,7 +395,7 @@ class Collectives:
             memory.calls.add(method.name, arrays, (), given, lambda: prepared)
         return prepared, values
 
-    def _choose(self, specs: Sequence[CollectiveSpec], key: str | None, stream: Any = None) -> Choice:
+    def _choose(self, specs: Sequence[CollectiveSpec], key: str | None, stream: Any = None) -> CallChoice:
         """How the ranks make a call; ``specs`` has one for each codec that it may use."""
         for spec in specs:
             check_key(spec.codec, key)

@@ -7,7 +7,7 @@ from typing import Any
 
 from qccl.base.errors import ArgumentError
 from qccl.collectives import CollectiveSpec, for_nodes, ways
-from qccl.communicator.profile import Choice, GroupProfile, Kind, choose, kind_of
+from qccl.communicator.profile import CallChoice, CallKind, GroupProfile, choose, kind_of
 from qccl.communicator.session import Session
 
 __all__ = ["Chooser"]
@@ -28,7 +28,7 @@ class Chooser:
         """``profile`` is that of this group, without times."""
         self._session = session
         self._loaded: GroupProfile | None = None
-        self._refusals: dict[Kind, str] = {}  # why calls of a kind were not measured
+        self._refusals: dict[CallKind, str] = {}  # why calls of a kind were not measured
         self.profile = profile
 
     def adopt(self, profile: GroupProfile) -> None:
@@ -37,7 +37,7 @@ class Chooser:
         self._session.run_collective(f"agree on the profile {profile.digest()}", lambda: None)
         self._loaded = self.profile = profile
 
-    def choose(self, specs: Sequence[CollectiveSpec], nodes: Sequence[int], stream: Any = None) -> Choice:
+    def choose(self, specs: Sequence[CollectiveSpec], nodes: Sequence[int], stream: Any = None) -> CallChoice:
         """How ranks on these nodes make a call: ``specs`` is it, or it without a codec and with the most lossy one.
 
         With two specs it may be collective, and measure. If that is not possible, the call has no codec. ``stream`` is
@@ -45,9 +45,9 @@ class Chooser:
         """
         if len(specs) == 1:
             found = None if self._loaded is None else choose(self._loaded, specs, nodes)
-            return found or Choice(for_nodes(specs[0], nodes))
+            return found or CallChoice(for_nodes(specs[0], nodes))
         if self._session.size == 1:
-            return Choice(specs[0])
+            return CallChoice(specs[0])
         if not ways(specs[0], nodes):
             raise ArgumentError(
                 f"codec='auto' is not possible in {specs[0].name}; name a codec, such as 'minmax8'. It is possible in "
@@ -57,12 +57,12 @@ class Chooser:
         if kind not in self.profile.times and kind not in self._refusals:
             self._measure(kind, specs, nodes, stream)
         if refusal := self._refusals.get(kind):
-            return Choice(for_nodes(specs[0], nodes), refusal=refusal)
+            return CallChoice(for_nodes(specs[0], nodes), refusal=refusal)
         found = choose(self.profile, specs, nodes)
         assert found is not None  # measured
         return found
 
-    def _measure(self, kind: Kind, specs: Sequence[CollectiveSpec], nodes: Sequence[int], stream: Any) -> None:
+    def _measure(self, kind: CallKind, specs: Sequence[CollectiveSpec], nodes: Sequence[int], stream: Any) -> None:
         """Collective: measure calls of this kind; takes less than a second, and less than the timeout."""
         from qccl.communicator.measuring import candidates, measure  # needs NumPy
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from qccl.base.trace import TraceEvent
     from qccl.collectives import CollectiveSpec
 
-__all__ = ["ArrayOptions", "CallOptions", "Method", "Options", "PointerOptions", "ResultArrayOptions", "ResultOptions"]
-__all__ += ["StateArrayOptions", "StateOptions"]
+__all__ = ["ArrayOptions", "CallOptions", "CommonOptions", "Method", "PointerOptions"]
+__all__ += ["ResultArrayOptions", "ResultOptions", "StateArrayOptions", "StateOptions"]
 
 
-class Options(TypedDict, total=False):
+class CommonOptions(TypedDict, total=False):
     """Keywords of every collective, on arrays and on pointers."""
 
     codec: CodecLike
@@ -28,7 +28,7 @@ class Options(TypedDict, total=False):
     timeout: float | None
 
 
-class ResultOptions(Options, total=False):
+class ResultOptions(CommonOptions, total=False):
     """Keywords of the collectives whose ranks all get the whole result."""
 
     nonfinite: str
@@ -39,7 +39,7 @@ class _OfState(TypedDict, total=False):
     lr: float | None
 
 
-class StateOptions(Options, _OfState, total=False):
+class StateOptions(CommonOptions, _OfState, total=False):
     """Keywords of the collectives that keep the state of codecs."""
 
 
@@ -53,8 +53,8 @@ class _OfArrays(TypedDict, total=False):
     trace: list[TraceEvent] | None
 
 
-class ArrayOptions(Options, _OfArrays, total=False):
-    """Options of a method on arrays."""
+class ArrayOptions(CommonOptions, _OfArrays, total=False):
+    """CommonOptions of a method on arrays."""
 
 
 class ResultArrayOptions(ResultOptions, _OfArrays, total=False):

@@ -15,7 +15,7 @@ from qccl.collectives.arguments import check_trace, timeout_of
 from qccl.collectives.schedule import Role, Schedule
 from qccl.collectives.topology import explain
 from qccl.communicator.dynamo import not_traced
-from qccl.communicator.profile import Choice
+from qccl.communicator.profile import CallChoice
 from qccl.communicator.programs import Compiled, ProgramCache
 from qccl.communicator.session import Session
 from qccl.communicator.state import lr_of
@@ -55,7 +55,7 @@ class Plan:
         asked: CollectiveSpec,
         key: str | None,
         nodes: Sequence[int],
-        choice: Choice,
+        choice: CallChoice,
     ) -> None:
         """``nodes``: for each rank, the number of its node; ``choice``: how the call is made."""
         self._asked, self._nodes, self._choice = asked, nodes, choice

@@ -26,7 +26,7 @@ from qccl.base.files import read_file, writing
 from qccl.codecs import NoCodec
 from qccl.collectives import CollectiveSpec, spec_of_plan, ways
 
-__all__ = ["MARGIN", "Choice", "Curve", "GroupProfile", "Kind", "Label", "Prediction", "choose", "kind_of"]
+__all__ = ["MARGIN", "CallChoice", "CallKind", "Curve", "GroupProfile", "Label", "Prediction", "choose", "kind_of"]
 
 #: the part of the time without a codec that a codec must save
 MARGIN = 0.03
@@ -41,7 +41,7 @@ _VERSION, _MOST_NBYTES = 1, 1 << 20
 _KEYS = ("collective", "dtype", "codec", "with", "way", "density", "points")
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """Calls that are compared, as text: a collective, an element type, and the codec that competes with none."""
 
     collective: str
@@ -53,9 +53,9 @@ class Kind(NamedTuple):
 Label = tuple[str, str]
 
 
-def kind_of(spec: CollectiveSpec) -> Kind:
+def kind_of(spec: CollectiveSpec) -> CallKind:
     """The kind of a call. All-reduces of several arrays count as those of one."""
-    return Kind(spec.name.removesuffix("_coalesced"), spec.dtype.name, spec.codec.spec())
+    return CallKind(spec.name.removesuffix("_coalesced"), spec.dtype.name, spec.codec.spec())
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +128,10 @@ class GroupProfile:
 
     nodes: tuple[int, ...]
     transport: str
-    times: Mapping[Kind, Mapping[Label, Curve]] = field(default_factory=dict)
+    times: Mapping[CallKind, Mapping[Label, Curve]] = field(default_factory=dict)
     hardware: str = ""
 
-    def with_times(self, kind: Kind, curves: Mapping[Label, Curve]) -> GroupProfile:
+    def with_times(self, kind: CallKind, curves: Mapping[Label, Curve]) -> GroupProfile:
         """This profile and the curves of a further kind."""
         return replace(self, times={**self.times, kind: curves})
 
@@ -165,7 +165,7 @@ class GroupProfile:
         """The profile that as_dict() returned. Raises ValueError for anything else."""
         import msgspec  # here: only who loads a profile needs it
 
-        found, times = msgspec.convert(given, _allowed()), dict[Kind, dict[Label, Curve]]()
+        found, times = msgspec.convert(given, _allowed()), dict[CallKind, dict[Label, Curve]]()
         if not (found.transport + found.hardware).isprintable():
             raise ValueError(f"its transport is {found.transport!r} and its hardware {found.hardware!r}")
         for each in found.curves:
@@ -173,7 +173,7 @@ class GroupProfile:
             counts = [count for count, _ in points]
             if counts != sorted(set(counts)):
                 raise ValueError(f"a curve needs points with ascending numbers of elements, not {counts}")
-            kind = Kind(collective, dtypes.get(dtype).name, codecs.get(codec).spec())
+            kind = CallKind(collective, dtypes.get(dtype).name, codecs.get(codec).spec())
             times.setdefault(kind, {})[codecs.get(used).spec(), way] = Curve(points, density)
         return GroupProfile(found.nodes, found.transport, times, found.hardware)
 
@@ -219,7 +219,7 @@ def _allowed() -> Any:
 
 
 @dataclass(frozen=True)
-class Choice:
+class CallChoice:
     """How a call is made.
 
     Attributes:
@@ -241,7 +241,7 @@ class Choice:
         return f"by the times of the group's profile: {', '.join(times)}{needed}"
 
 
-def choose(profile: GroupProfile, specs: Sequence[CollectiveSpec], node_ids: Sequence[int]) -> Choice | None:
+def choose(profile: GroupProfile, specs: Sequence[CollectiveSpec], node_ids: Sequence[int]) -> CallChoice | None:
     """The fastest way to make one of these calls; None if the profile has no times for them.
 
     ``specs`` are a call with one codec, or without a codec and with one. The codec is chosen if it saves at least
@@ -257,7 +257,7 @@ def choose(profile: GroupProfile, specs: Sequence[CollectiveSpec], node_ids: Seq
     plain, encoded = found[0][0], found[-1][0]
     chosen = encoded if encoded.seconds <= plain.seconds * (1 - MARGIN) else plain
     predicted = sorted((each for times in found for each in times), key=lambda each: each.seconds)
-    return Choice(chosen.spec, tuple((each.codec, each.way, each.seconds) for each in predicted))
+    return CallChoice(chosen.spec, tuple((each.codec, each.way, each.seconds) for each in predicted))
 
 
 class _Way(NamedTuple):
@@ -287,7 +287,7 @@ def _times(curves: Mapping[Label, Curve], spec: CollectiveSpec, found: Mapping[s
     return times
 
 
-def _kind_with_times(profile: GroupProfile, spec: CollectiveSpec) -> Kind | None:
+def _kind_with_times(profile: GroupProfile, spec: CollectiveSpec) -> CallKind | None:
     """The kind of a call, or another one of its collective and element type, whose plain calls are like it."""
     kind = kind_of(spec)
     if kind in profile.times:

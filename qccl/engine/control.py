@@ -19,7 +19,7 @@ from typing import NamedTuple
 from qccl import _host
 from qccl.base.errors import EngineError, MismatchError
 
-__all__ = ["CALL", "HEADER_NBYTES", "Block", "Header", "Kind", "text_of"]
+__all__ = ["CALL", "HEADER_NBYTES", "Block", "ControlKind", "Header", "text_of"]
 
 #: bytes of a control message: the fields below, zero-padded text in UTF-8, and the number of bytes of data that follow.
 #: Only that number may differ between ranks that agree
@@ -34,7 +34,7 @@ _TEXT_NBYTES = _AGREED_NBYTES - _LAYOUT.size
 _FIXED = struct.Struct("<4sHHQ")
 
 
-class Kind(IntEnum):
+class ControlKind(IntEnum):
     """The kinds of control message."""
 
     CALL = 1  # the header of a call
@@ -55,7 +55,7 @@ class Header(NamedTuple):
     ``pairs``: by peer, further text that only this rank and the peer must agree on; () for none.
     """
 
-    kind: Kind
+    kind: ControlKind
     sequence: int
     text: str
     pairs: tuple[str, ...] = ()
@@ -77,15 +77,15 @@ class Header(NamedTuple):
     def unpack(cls, message: bytes, peer: int) -> Header:
         """The header in ``message``. Raises EngineError if another version of qccl sent it."""
         magic, version, kind, sequence, _ = _LAYOUT.unpack_from(message)
-        if magic != _MAGIC or version != _VERSION or kind not in Kind.__members__.values():
+        if magic != _MAGIC or version != _VERSION or kind not in ControlKind.__members__.values():
             raise EngineError(
                 f"rank {peer} sent a control message that this version of qccl cannot read (starts with "
                 f"{message[:8]!r}); every rank must run the same version"
             )
         text = _shown(text_of(message))
-        if kind != Kind.CALL and "rank" not in text:
+        if kind != ControlKind.CALL and "rank" not in text:
             text = f"rank {peer} gave up: {text or 'it did not say why'}"
-        return cls(Kind(kind), sequence, text)
+        return cls(ControlKind(kind), sequence, text)
 
 
 def text_of(header: bytes) -> str:
@@ -99,7 +99,7 @@ def _shown(text: str) -> str:
 
 
 #: the first bytes of the header of a call
-CALL = _FIXED.pack(_MAGIC, _VERSION, Kind.CALL, 0)[:8]
+CALL = _FIXED.pack(_MAGIC, _VERSION, ControlKind.CALL, 0)[:8]
 
 
 def data_nbytes(nbytes: int) -> bytes:

@@ -19,7 +19,7 @@ from qccl.base.deadline import Deadline
 from qccl.base.errors import CollectiveTimeout
 from qccl.meeting.callers import Caller, Callers
 from qccl.meeting.channel import RETRY_SECONDS, Channel, Keys, OtherJob, OtherVersion, frame
-from qccl.meeting.meeting_messages import MOST_NBYTES, NONCE_NBYTES, Hello, Kind, Message, join, parse
+from qccl.meeting.meeting_messages import MOST_NBYTES, NONCE_NBYTES, Hello, MeetingKind, MeetingMessage, join, parse
 from qccl.meeting.sockets import LONGEST_SECONDS
 from qccl.meeting.strangers import NotARank
 
@@ -192,15 +192,15 @@ class MeetingHost(Callers[_Caller]):
             self._dismiss(caller, "rank 0 runs another version of qccl; install the same one on all ranks")
         super()._refuse(caller, stranger)
 
-    def _obey(self, caller: _Caller, message: Message) -> None:
+    def _obey(self, caller: _Caller, message: MeetingMessage) -> None:
         match message.kind:
-            case Kind.HELLO if not caller.hello.size:
+            case MeetingKind.HELLO if not caller.hello.size:
                 self._greet(caller, Hello.of(message.content))
-            case Kind.PROOF if caller.proof:
+            case MeetingKind.PROOF if caller.proof:
                 if not hmac.compare_digest(message.content, caller.proof):
                     raise NotARank("an old message")
                 self._admit(caller)
-            case Kind.TAKEN if caller.is_rank and caller.has_answer:
+            case MeetingKind.TAKEN if caller.is_rank and caller.has_answer:
                 self.met[caller.hello.rank] = caller
                 self.take(caller)
             case _:
@@ -219,7 +219,7 @@ class MeetingHost(Callers[_Caller]):
 
     def _ask_for_proof(self, caller: _Caller) -> None:
         caller.proof, caller.until = os.urandom(NONCE_NBYTES) + caller.hello.process, Deadline(_PROOF_SECONDS)
-        self._send(caller, frame(Message(Kind.PROVE, caller.proof), self._keys.seal))
+        self._send(caller, frame(MeetingMessage(MeetingKind.PROVE, caller.proof), self._keys.seal))
 
     def _admit(self, caller: _Caller) -> None:
         """A caller is there, and is a rank of this job."""
@@ -256,7 +256,7 @@ class MeetingHost(Callers[_Caller]):
         """Refuse a caller for a reason, or without one tell it to come later."""
         if reason:
             self._why = f"; rank 0 refused a caller: {reason}"
-        message = Message(Kind.REFUSED, reason.encode()) if reason else Message(Kind.LATER)
+        message = MeetingMessage(MeetingKind.REFUSED, reason.encode()) if reason else MeetingMessage(MeetingKind.LATER)
         self._send(caller, frame(message, self._keys.seal))
         self.drop(caller)
 

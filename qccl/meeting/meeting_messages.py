@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from qccl.meeting.strangers import NotARank
 
-__all__ = ["MOST_NBYTES", "NONCE_NBYTES", "NOTE_NBYTES", "Hello", "Kind", "Message", "join", "parse", "part", "seal"]
+__all__ = ["MOST_NBYTES", "NONCE_NBYTES", "NOTE_NBYTES", "Hello", "MeetingKind", "MeetingMessage"]
+__all__ += ["join", "parse", "part", "seal"]
 
 #: largest note of a rank
 NOTE_NBYTES = 64 << 10
@@ -28,7 +29,7 @@ MOST_NBYTES = 1 + _HELLO.size + NOTE_NBYTES
 NONCE_NBYTES, _PROOF_NBYTES = 16, 24
 
 
-class Kind(IntEnum):
+class MeetingKind(IntEnum):
     """The kinds of messages, and their content."""
 
     HELLO = 0  # of another rank: a Hello
@@ -43,21 +44,21 @@ class Kind(IntEnum):
 
 #: bytes of the content, at least and at most
 _NBYTES = {
-    Kind.HELLO: (_HELLO.size, _HELLO.size + NOTE_NBYTES),
-    Kind.PROVE: (_PROOF_NBYTES, _PROOF_NBYTES),
-    Kind.PROOF: (_PROOF_NBYTES, _PROOF_NBYTES),
-    Kind.NOTES: (0, 1 << 32),
-    Kind.TAKEN: (0, 0),
-    Kind.NOTE: (0, NOTE_NBYTES),
-    Kind.LATER: (0, 0),
-    Kind.REFUSED: (0, 4096),
+    MeetingKind.HELLO: (_HELLO.size, _HELLO.size + NOTE_NBYTES),
+    MeetingKind.PROVE: (_PROOF_NBYTES, _PROOF_NBYTES),
+    MeetingKind.PROOF: (_PROOF_NBYTES, _PROOF_NBYTES),
+    MeetingKind.NOTES: (0, 1 << 32),
+    MeetingKind.TAKEN: (0, 0),
+    MeetingKind.NOTE: (0, NOTE_NBYTES),
+    MeetingKind.LATER: (0, 0),
+    MeetingKind.REFUSED: (0, 4096),
 }
 
 
-class Message(NamedTuple):
+class MeetingMessage(NamedTuple):
     """A kind, and the content that belongs to it."""
 
-    kind: Kind
+    kind: MeetingKind
     content: bytes = b""
 
     def packed(self) -> bytes:
@@ -65,15 +66,15 @@ class Message(NamedTuple):
         return bytes([self.kind]) + self.content
 
 
-def parse(packed: bytes) -> Message:
+def parse(packed: bytes) -> MeetingMessage:
     """The reverse of packed(). Raises NotARank."""
     kind, content = packed[0] if packed else -1, packed[1:]
     if kind not in _NBYTES:
         raise NotARank("a message of an unknown kind")
-    least, most = _NBYTES[Kind(kind)]
+    least, most = _NBYTES[MeetingKind(kind)]
     if not least <= len(content) <= most:
         raise NotARank("a message that is too short or too long")
-    return Message(Kind(kind), content)
+    return MeetingMessage(MeetingKind(kind), content)
 
 
 class Hello(NamedTuple):
@@ -85,9 +86,9 @@ class Hello(NamedTuple):
     process: bytes
     note: bytes
 
-    def message(self) -> Message:
+    def message(self) -> MeetingMessage:
         """The bytes of the message."""
-        return Message(Kind.HELLO, _HELLO.pack(*self[:4]) + self.note)
+        return MeetingMessage(MeetingKind.HELLO, _HELLO.pack(*self[:4]) + self.note)
 
     @classmethod
     def of(cls, content: bytes) -> Hello:
@@ -95,12 +96,14 @@ class Hello(NamedTuple):
         rank, size, meeting, process = _HELLO.unpack_from(content)
         return cls(rank, size, meeting, process, content[_HELLO.size :])
 
-    def refusal(self, size: int, meeting: int) -> Message | None:
+    def refusal(self, size: int, meeting: int) -> MeetingMessage | None:
         """The message by which rank 0 of this meeting does not take the sender; None if it does."""
         if self.size != size or not 0 < self.rank < size:
             this = f"rank {self.rank} of {self.size}"
-            return Message(Kind.REFUSED, f"rank 0 expects ranks 1 to {size - 1} of {size}, and this is {this}".encode())
-        return None if self.meeting == meeting else Message(Kind.LATER)
+            return MeetingMessage(
+                MeetingKind.REFUSED, f"rank 0 expects ranks 1 to {size - 1} of {size}, and this is {this}".encode()
+            )
+        return None if self.meeting == meeting else MeetingMessage(MeetingKind.LATER)
 
 
 def seal(job: str) -> bytes:
@@ -108,9 +111,9 @@ def seal(job: str) -> bytes:
     return hashlib.sha256(b"qccl" + job.encode()).digest()
 
 
-def join(notes: Sequence[bytes]) -> Message:
+def join(notes: Sequence[bytes]) -> MeetingMessage:
     """The notes of all ranks as a message."""
-    return Message(Kind.NOTES, struct.pack(f"<{len(notes)}I", *map(len, notes)) + b"".join(notes))
+    return MeetingMessage(MeetingKind.NOTES, struct.pack(f"<{len(notes)}I", *map(len, notes)) + b"".join(notes))
 
 
 def part(joined: bytes, size: int) -> list[bytes] | None:

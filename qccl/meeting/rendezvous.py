@@ -28,8 +28,8 @@ from qccl.meeting.meeting_messages import (
     NONCE_NBYTES,
     NOTE_NBYTES,
     Hello,
-    Kind,
-    Message,
+    MeetingKind,
+    MeetingMessage,
     join,
     parse,
     part,
@@ -161,7 +161,7 @@ class Rendezvous:
         notes = [note]
         for rank in range(1, self._size):
             with self._errors(f"rank {rank} did not come to the meeting again", f"rank {rank} has", deadline):
-                notes.append(self._receive(rank, Kind.NOTE, deadline))
+                notes.append(self._receive(rank, MeetingKind.NOTE, deadline))
         answer = frame(join(notes), self._keys.seal)
         for rank, channel in self._channels.items():
             with self._errors(f"rank {rank} did not take the notes of the others", f"rank {rank} has", deadline):
@@ -172,8 +172,8 @@ class Rendezvous:
         """A further gather, on the others."""
         late = f"rank 0 did not bring the notes of all ranks to {place_text(self._place)}"
         with self._errors(late, "rank 0, or a rank that it waited for, has", deadline):
-            self._channels[0].send(Message(Kind.NOTE, note), deadline.remaining())
-            notes = part(self._receive(0, Kind.NOTES, deadline), self._size)
+            self._channels[0].send(MeetingMessage(MeetingKind.NOTE, note), deadline.remaining())
+            notes = part(self._receive(0, MeetingKind.NOTES, deadline), self._size)
         if notes is None:
             raise _stranger(self._place, "notes of other ranks")
         return notes
@@ -191,7 +191,7 @@ class Rendezvous:
                 f"says why"
             ) from error
 
-    def _receive(self, rank: int, kind: Kind, deadline: Deadline) -> bytes:
+    def _receive(self, rank: int, kind: MeetingKind, deadline: Deadline) -> bytes:
         """The content of a rank's next message. Raises OSError where there is none."""
         if not self._channels:
             raise ConnectionError("the meeting is over")
@@ -310,15 +310,15 @@ class _Call:
                 raise
             has_answered, self._hint = True, ""
             match kind:
-                case Kind.PROVE if content[NONCE_NBYTES:] == self._hello.process:
+                case MeetingKind.PROVE if content[NONCE_NBYTES:] == self._hello.process:
                     is_proven = True
-                    channel.send(Message(Kind.PROOF, content), deadline.remaining())
-                case Kind.REFUSED:
+                    channel.send(MeetingMessage(MeetingKind.PROOF, content), deadline.remaining())
+                case MeetingKind.REFUSED:
                     raise MismatchError(f"{printable(content)} (at {self._where})")
-                case Kind.LATER:
+                case MeetingKind.LATER:
                     return None
-                case Kind.NOTES if is_proven and (notes := part(content, self._hello.size)) is not None:
-                    channel.send(Message(Kind.TAKEN), deadline.remaining())
+                case MeetingKind.NOTES if is_proven and (notes := part(content, self._hello.size)) is not None:
+                    channel.send(MeetingMessage(MeetingKind.TAKEN), deadline.remaining())
                     return notes
                 case _:
                     raise NotARank("a message that no rank sends now")

@@ -36,7 +36,7 @@ __all__ = ["Watch", "is_free", "make_greeting"]
 _LOOK_SECONDS = 0.02
 
 
-class _Place(NamedTuple):
+class _Listener(NamedTuple):
     """A listening socket: its address as the socket module has it, and whether that was given as a number."""
 
     family: int
@@ -44,7 +44,7 @@ class _Place(NamedTuple):
     is_numeric: bool
 
     @classmethod
-    def of(cls, host: str, port: int, own_host: str | None) -> _Place | None:
+    def of(cls, host: str, port: int, own_host: str | None) -> _Listener | None:
         """None for the name of another machine: looking it up may take long."""
         for flags in (socket.AI_NUMERICHOST, 0) if host == own_host else (socket.AI_NUMERICHOST,):
             with contextlib.suppress(OSError):
@@ -74,7 +74,7 @@ class Watch:
         ``own_host`` is this process's: the only name that is looked at. Hosts that are numbers all are. ``greeting``:
         of make_greeting(); None: without a key.
         """
-        found = ((rank, _Place.of(*place, own_host)) for rank, place in enumerate(places))
+        found = ((rank, _Listener.of(*place, own_host)) for rank, place in enumerate(places))
         self._places = {rank: place for rank, place in found if place is not None}
         self._elsewhere = [rank for rank, place in enumerate(places) if place[0] != own_host]
         self.unseen = [rank for rank in self._elsewhere if rank not in self._places]
@@ -174,11 +174,11 @@ class Watch:
 
 def is_free(host: str, port: int) -> bool:
     """Whether this is an address of this machine in numbers, where nobody listens, whatever a firewall answers."""
-    place = _Place.of(host, port, None)
+    place = _Listener.of(host, port, None)
     return place is not None and _is_free(place)
 
 
-def _is_free(place: _Place) -> bool:
+def _is_free(place: _Listener) -> bool:
     return place.is_numeric and is_abandoned(place.family, place.address)
 
 

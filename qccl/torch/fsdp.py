@@ -123,7 +123,7 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
             lr=self.lr if keeps else None,
             async_op=async_op,
         )
-        return _Work(work) if async_op else None
+        return _UnitWork(work) if async_op else None
 
     def _key_of(self, part: ReduceScatter | _ModuleReduceScatter, rest: str, count: int) -> str | None:
         """The key of a call on a vector of ``count`` elements; ranks with gradients of other parameters disagree."""
@@ -269,10 +269,10 @@ class AllGather(api.AllGather):  # type: ignore[misc]  # torch has no types here
         if not _encodes(self.codec, input_tensor) or not _same_ranks(self._comm, group):
             return self._exact(output_tensor, input_tensor, group, async_op)
         work = self._comm.quantized_all_gather(input_tensor, output_tensor, codec=self._asked, async_op=async_op)
-        return _Work(work) if async_op else None
+        return _UnitWork(work) if async_op else None
 
 
-class _Work(dist.Work):  # type: ignore[misc]  # torch has no types here
+class _UnitWork(dist.Work):  # type: ignore[misc]  # torch has no types here
     """A call under way, as PyTorch's Work."""
 
     def __init__(self, work: Any) -> None:

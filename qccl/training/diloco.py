@@ -20,7 +20,7 @@ from qccl.communicator.dynamo import not_traced
 from qccl.communicator.owners import Owner
 from qccl.training import parameters
 from qccl.training.outer_step import OuterStep, Turns, advance
-from qccl.training.parameters import Commit, Form
+from qccl.training.parameters import ArrayChange, Form
 
 __all__ = ["DiLoCo"]
 
@@ -121,7 +121,7 @@ class DiLoCo:
         self._taken = [0] * (max(self.fragments, default=0) + 1)
         self._turns = Turns(len(self._taken), period, delay)
         self._under_way: list[OuterStep] = []  # in the order of their begin
-        self._commit = Commit()
+        self._commit = ArrayChange()
         self._owner: Owner
         self._join_as_owner(comm, key, is_new=True)
 

@@ -11,7 +11,7 @@ from qccl.base.scalars import as_integer
 
 __all__ = [
     *(
-        "Commit",
+        "ArrayChange",
         "Form",
         "check_separate",
         "copy_of",
@@ -116,7 +116,7 @@ def move(local: Any, begun: Any, common: Any) -> None:
     local[...] = begun
 
 
-class Commit:
+class ArrayChange:
     """A change of many arrays, as ``with commit:``. If an exception such as Ctrl-C ends it, no step may follow.
 
     An error of qccl may end it, too: such an error comes before the first array has changed.

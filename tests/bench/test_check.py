@@ -15,7 +15,7 @@ import qccl
 from qccl import codecs
 from qccl.base import dtypes
 from qccl.bench.options import KINDS
-from qccl.bench.sweep.arrays import Guarded, arrays_of
+from qccl.bench.sweep.arrays import GuardedArray, arrays_of
 from qccl.bench.sweep.calls import Case, QuantizedCall
 from qccl.bench.sweep.check import check
 from qccl.bench.sweep.measure import Counts, Row
@@ -90,7 +90,7 @@ def test_every_flipped_bit_that_changes_a_result_is_counted(bits: int, algorithm
         with qccl.Communicator._from_transport(transport, timeout=20) as comm:
             call = QuantizedCall(comm, case, codecs.get(f"minmax{bits}:bucket=64"), algorithm, None)
             arrays = arrays_of(comm)
-            x, out = (Guarded(arrays, case.count, case.dtype) for _ in range(2))
+            x, out = (GuardedArray(arrays, case.count, case.dtype) for _ in range(2))
             go = call.bind(arrays, x.array, out.array)
             found = []
             for spoiled in [None, *flips]:

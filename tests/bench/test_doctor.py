@@ -19,9 +19,9 @@ from qccl import codecs
 from qccl.bench.cli import main
 from qccl.bench.doctor import speed, steps
 from qccl.bench.doctor.doctor import SHOWN, parse_count, recommendation
-from qccl.bench.doctor.speed import Speed, measure_speed
-from qccl.bench.doctor.steps import Call, Cost, Step, call_of, cost_of, step_seconds
-from qccl.bench.doctor.training import Computation, Gradient
+from qccl.bench.doctor.speed import CodecSpeed, measure_speed
+from qccl.bench.doctor.steps import Step, StepCall, StepCost, call_of, cost_of, step_seconds
+from qccl.bench.doctor.training import Gradient, StepComputation
 from qccl.bench.lab import lab
 from qccl.bench.params import parse_link
 from qccl.bench.start.mpiexec import StartError, find_mpiexec
@@ -29,13 +29,13 @@ from qccl.bench.start.mpiexec import StartError, find_mpiexec
 ROOT = Path(__file__).parents[2]
 #: seconds per element on one quiet core of the machine of docs/results, with values that no cache holds
 SPEEDS = {
-    "fp32": Speed(0, 0, 0),
-    "fp16": Speed(0, 0, 0),
-    "minmax8": Speed(0.14e-9, 0.15e-9, 0),
-    "minmax4+ef": Speed(0.65e-9, 0.17e-9, 0),
-    "trellis2+ef": Speed(2.8e-9, 0.37e-9, 0),
-    "topk:k=0.01+ef": Speed(1.6e-9, 0.29e-9, 0),
-    "onebit:reconstruct=mean+ef": Speed(0.84e-9, 0.1e-9, 0),
+    "fp32": CodecSpeed(0, 0, 0),
+    "fp16": CodecSpeed(0, 0, 0),
+    "minmax8": CodecSpeed(0.14e-9, 0.15e-9, 0),
+    "minmax4+ef": CodecSpeed(0.65e-9, 0.17e-9, 0),
+    "trellis2+ef": CodecSpeed(2.8e-9, 0.37e-9, 0),
+    "topk:k=0.01+ef": CodecSpeed(1.6e-9, 0.29e-9, 0),
+    "onebit:reconstruct=mean+ef": CodecSpeed(0.84e-9, 0.1e-9, 0),
 }
 FLAGS = ["--ranks=4", "--link=100mbit", "--step=250ms"]
 
@@ -57,12 +57,12 @@ GRADIENTS = (Gradient((1000, 400), 0.2, 1), Gradient((100,), 0.1, 0), Gradient((
 
 
 def a_step(ranks: int = 4, rate: float = 12.5e6, **given: Any) -> Step:
-    return Step(Computation(GRADIENTS, 0.08, 0.2, 0.02), ranks, rate, **given)
+    return Step(StepComputation(GRADIENTS, 0.08, 0.2, 0.02), ranks, rate, **given)
 
 
 def test_the_link_limits_a_step() -> None:
     """1 million elements in 8 bits behind 100 Mbit/s, on 4 ranks."""
-    cost = cost_of(a_step(), "minmax8", Speed(1e-9, 1e-9, 0.01))
+    cost = cost_of(a_step(), "minmax8", CodecSpeed(1e-9, 1e-9, 0.01))
     encoded = sum(codecs.get("minmax8").encoded_nbytes(each, "float32") for each in (600_000, 400_000)) + 400
     assert cost.sent == pytest.approx(1.5 * encoded, rel=2e-3)  # the largest shard counts, in whole buckets
     assert cost.link == pytest.approx(1.012 * cost.sent / 12.5e6) == pytest.approx(0.123, rel=0.01)
@@ -74,7 +74,7 @@ def test_the_link_limits_a_step() -> None:
 
 def test_the_processor_limits_a_step() -> None:
     step = a_step(ranks=2, rate=1e9)
-    fast, slow = (cost_of(step, "minmax8", Speed(each, each, 0.01)) for each in (1e-9, 200e-9))
+    fast, slow = (cost_of(step, "minmax8", CodecSpeed(each, each, 0.01)) for each in (1e-9, 200e-9))
     assert slow.processor == pytest.approx(200e-3 + 300e-3, rel=0.02) and slow.link < 0.01
     assert slow.alone == pytest.approx(0.3 + slow.processor, rel=0.02)
     assert fast.overlapped < 0.31 < 0.3 + 0.4 * slow.processor < slow.overlapped <= slow.alone * (1 + 1e-9)
@@ -82,7 +82,7 @@ def test_the_processor_limits_a_step() -> None:
 
 def test_ranks_that_share_a_processor_take_longer() -> None:
     """Two ranks on one processor compute, encode and decode half as fast; the link does not change."""
-    speed = Speed(20e-9, 20e-9, 0.01)
+    speed = CodecSpeed(20e-9, 20e-9, 0.01)
     own, shared = (cost_of(a_step(rate=1e12, processors=each), "minmax8", speed) for each in (2.0, 0.5))
     assert shared.overlapped == pytest.approx(2 * (0.3 + own.processor), rel=0.03) and own.overlapped < shared.alone / 2
     behind = [cost_of(a_step(rate=1e5, processors=each), "minmax8", speed) for each in (2.0, 0.5)]
@@ -92,17 +92,17 @@ def test_ranks_that_share_a_processor_take_longer() -> None:
 def test_a_gradient_that_is_complete_last_cannot_overlap() -> None:
     """A tied embedding: its bytes pass the link after the backward pass, though it is the first parameter."""
     shapes = ((600, 1000), (400, 1000))
-    tied = Computation((Gradient(shapes[0], 0.2, 1), Gradient(shapes[1], 0.01, 0)), 0.08, 0.2, 0.02)
-    early = Computation((Gradient(shapes[0], 0.01, 0), Gradient(shapes[1], 0.2, 1)), 0.08, 0.2, 0.02)
-    costs = [cost_of(Step(each, 2, 12.5e6), "none", Speed(0, 0, 0)) for each in (tied, early)]
+    tied = StepComputation((Gradient(shapes[0], 0.2, 1), Gradient(shapes[1], 0.01, 0)), 0.08, 0.2, 0.02)
+    early = StepComputation((Gradient(shapes[0], 0.01, 0), Gradient(shapes[1], 0.2, 1)), 0.08, 0.2, 0.02)
+    costs = [cost_of(Step(each, 2, 12.5e6), "none", CodecSpeed(0, 0, 0)) for each in (tied, early)]
     assert costs[0].overlapped - 0.3 == pytest.approx(600_000 * 4 / 12.5e6, rel=0.1)
     assert costs[1].overlapped - 0.3 == pytest.approx(400_000 * 4 / 12.5e6, rel=0.1)
 
 
 def test_calls_follow_each_other() -> None:
     """By hand: two calls that take 2 s each on the link, and 0.5 s beyond that, in a step of 1 + 3 + 0.5 s."""
-    call = Call(2.5, 2.0, 0.25, 1e6)
-    own = Computation((), 1.0, 3.0, 0.5)
+    call = StepCall(2.5, 2.0, 0.25, 1e6)
+    own = StepComputation((), 1.0, 3.0, 0.5)
     own_costs = steps._STEP + 2 * steps._CALL
 
     def seconds(processors: float, *ready: float) -> float:
@@ -154,7 +154,7 @@ def _shape(what: int | list[int]) -> tuple[int, ...]:
     return (1, what) if what >= 1 << 14 else (what,)
 
 
-def replayed(compute: dict[str, Any], ready: list[tuple[tuple[int, ...], float]], factor: float) -> Computation:
+def replayed(compute: dict[str, Any], ready: list[tuple[tuple[int, ...], float]], factor: float) -> StepComputation:
     """The computation of a results file, in DDP's buckets of half a megabyte; all times times ``factor``."""
     gradients, bucket, waiting, filled = [], 0, [], 0
     for shape, at in ready:
@@ -164,7 +164,7 @@ def replayed(compute: dict[str, Any], ready: list[tuple[tuple[int, ...], float]]
             gradients += [Gradient(each, factor * at, bucket) for each in waiting]
             bucket, waiting, filled = bucket + 1, [], 0
     parts = (factor * each for each in (compute["forward"], ready[-1][1], compute["optimiser"]))
-    return Computation(tuple(reversed(gradients)), *parts)
+    return StepComputation(tuple(reversed(gradients)), *parts)
 
 
 #: of a call of minmax8 over wan behind 100 Mbit/s, without loss: delay in ms, ranks, elements, and ms
@@ -175,14 +175,14 @@ GLOO = [(100, 2, 1 << 18, 489), (25, 2, 1 << 20, 466), (50, 4, 1 << 18, 695)]
 
 @pytest.mark.parametrize(("delay", "ranks", "count", "ms"), DELAYED)
 def test_calls_with_delays_are_predicted(delay: float, ranks: int, count: int, ms: float) -> None:
-    step = Step(Computation((), 0, 0, 0), ranks, 12.5e6, delay=delay / 1e3)
+    step = Step(StepComputation((), 0, 0, 0), ranks, 12.5e6, delay=delay / 1e3)
     found = call_of(step, codecs.get("minmax8"), count, SPEEDS["minmax8"])
     assert found.seconds * 1e3 == pytest.approx(ms, rel=0.12)
 
 
 @pytest.mark.parametrize(("delay", "ranks", "count", "ms"), GLOO)
 def test_calls_of_gloo_with_delays_are_predicted(delay: float, ranks: int, count: int, ms: float) -> None:
-    own = Computation((Gradient((count,), 0.0, 0),), 0, 0, 0)
+    own = StepComputation((Gradient((count,), 0.0, 0),), 0, 0, 0)
     ((_, found),) = steps._of_gloo(Step(own, ranks, 12.5e6, delay=delay / 1e3), "none")
     assert found.seconds * 1e3 == pytest.approx(ms, rel=0.15)
 
@@ -223,8 +223,8 @@ def test_encoders_with_state_are_timed_with_their_state() -> None:
 # -- the recommendation ------------------------------------------------------------------------------------------------
 
 
-def cost(codec: str, overlapped: float, error: float) -> Cost:
-    return Cost(codec, 0, 0, 0, overlapped, overlapped, error)
+def cost(codec: str, overlapped: float, error: float) -> StepCost:
+    return StepCost(codec, 0, 0, 0, overlapped, overlapped, error)
 
 
 def test_nothing_is_done_where_nothing_is_gained() -> None:
@@ -263,7 +263,7 @@ def test_doubts_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         monkeypatch.setattr(
             "qccl.bench.doctor.doctor.measure_speed",
-            lambda codec, _, spread=spread: Speed(1e-9, 1e-9, 0.0, spread if codec.name == "minmax" else 1.0),
+            lambda codec, _, spread=spread: CodecSpeed(1e-9, 1e-9, 0.0, spread if codec.name == "minmax" else 1.0),
         )
         result = doctor(*flags, f"--json={path}")
         doubts = [line.removeprefix("# Doubtful: ") for line in result.output.splitlines() if "# Doubtful: " in line]
@@ -315,8 +315,8 @@ def test_the_codecs_that_are_recommended_are_those_of_the_results() -> None:
 
 @pytest.mark.parametrize(("ranks", "rate", "delay"), [(2, 6.25e6, 0.02), (4, 1.25e8, 0.0), (20, 12.5e6, 0.1)])
 def test_the_rate_of_a_call_is_found(ranks: int, rate: float, delay: float) -> None:
-    step = Step(Computation((), 0, 0, 0), ranks, rate, 1.0, delay)
-    call = call_of(step, codecs.get("none"), 1 << 20, Speed(0.17e-9, 0.17e-9, 0))
+    step = Step(StepComputation((), 0, 0, 0), ranks, rate, 1.0, delay)
+    call = call_of(step, codecs.get("none"), 1 << 20, CodecSpeed(0.17e-9, 0.17e-9, 0))
     assert steps.rate_of(call.seconds, 4 << 20, ranks, 1.0, delay) == pytest.approx(rate, rel=0.02)
     assert steps.rate_of(call.seconds, 4 << 20, ranks, 1.0, 10.0) < 1e9  # no call is so short
 

@@ -8,7 +8,7 @@ from typing import Any
 import doctor_accuracy as program
 import pytest
 
-from qccl.bench.doctor.speed import Speed
+from qccl.bench.doctor.speed import CodecSpeed
 from qccl.bench.doctor.steps import Step, cost_of
 from qccl.bench.doctor.training import estimated
 from qccl.bench.params import parse_link
@@ -21,11 +21,11 @@ METHODS = ("none", "minmax4+ef", "minmax8")
 def test_the_errors_of_the_predictions() -> None:
     """The measured steps are the doctor's own predictions, and 10% or 30% more."""
     own = asdict(estimated([(1000, 500), (100,)], 0.03, 1 << 19))
-    speeds = {method: asdict(Speed(1e-9, 1e-9, 0.1)) for method in METHODS}
+    speeds = {method: asdict(CodecSpeed(1e-9, 1e-9, 0.1)) for method in METHODS}
     document = {"machine": {"cores": 2}, "speeds": speeds, "profile of a": own, "rows": []}
     step = Step(program._computation(own), 4, parse_link("100mbit").rate, 0.5)
     for method, more in zip(METHODS, (1.0, 1.1, 1.3), strict=True):
-        speed = Speed(**speeds[method])
+        speed = CodecSpeed(**speeds[method])
         row = {"model": "a", "ranks": 4, "link": "100mbit", "method": method}
         document["rows"].append(row | {"seconds": cost_of(step, method, speed).overlapped * more})
     rows = list(program.predicted(document))

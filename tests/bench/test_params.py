@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 import qccl
 from qccl.bench import params
 from qccl.bench.cli import main
-from qccl.bench.options import Options
+from qccl.bench.options import SweepOptions
 
 
 def invoke(*arguments: str) -> Result:
@@ -101,7 +101,7 @@ def test_links() -> None:
 
 
 def test_sweeps_are_those_of_nccl_tests() -> None:
-    assert list(Options(8, 128, 1, 4).sizes()) == [8, 32, 128]
-    assert list(Options(0, 10, 4, None).sizes()) == [0, 4, 8]
-    assert list(Options(5, 5, 0, None).sizes()) == [5]
-    assert list(Options(0, 0, 1, 2).sizes()) == [0]
+    assert list(SweepOptions(8, 128, 1, 4).sizes()) == [8, 32, 128]
+    assert list(SweepOptions(0, 10, 4, None).sizes()) == [0, 4, 8]
+    assert list(SweepOptions(5, 5, 0, None).sizes()) == [5]
+    assert list(SweepOptions(0, 0, 1, 2).sizes()) == [0]

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import qccl
-from qccl.bench.options import KINDS, Options
+from qccl.bench.options import KINDS, SweepOptions
 from qccl.bench.sweep import sweep
 from qccl.bench.sweep.sweep import Sweep
 
 
-def swept(ranks: int, options: Options) -> tuple[list[bool], list[str]]:
+def swept(ranks: int, options: SweepOptions) -> tuple[list[bool], list[str]]:
     lines: list[str] = []
     return qccl.run_ranks(ranks, lambda comm: Sweep(comm, options, emit=lines.append).run()), lines
 
@@ -22,7 +22,7 @@ def swept(ranks: int, options: Options) -> tuple[list[bool], list[str]]:
 def test_every_collective_is_timed_and_checked(name: str, tmp_path: Path) -> None:
     """Results are right, and busbw is algbw times the collective's factor."""
     path, codecs = tmp_path / "x.json", ("minmax4:rounding=stochastic", "none")
-    options = Options(102_400, 102_400, iters=2, codecs=codecs, collective=name, json=str(path))
+    options = SweepOptions(102_400, 102_400, iters=2, codecs=codecs, collective=name, json=str(path))
     assert all(swept(3, options)[0])
     found = json.loads(path.read_text())
     assert found["out_of_bounds"] == {"count": 0, "okay": "true"}
@@ -48,7 +48,7 @@ def test_what_was_measured_before_an_error_is_in_the_file(
         return measure(comm, calls, *args, **kwargs)
 
     monkeypatch.setattr(sweep, "measure", failing)
-    options = Options(4096, 65536, stepfactor=16, iters=1, codecs=("minmax8", "minmax4"), json=str(path))
+    options = SweepOptions(4096, 65536, stepfactor=16, iters=1, codecs=("minmax8", "minmax4"), json=str(path))
     with pytest.raises(type(error)):
         swept(1, options)
     (before,), after = found, json.loads(path.read_text())
@@ -59,14 +59,14 @@ def test_what_was_measured_before_an_error_is_in_the_file(
 
 def test_a_complete_run_says_so(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    swept(1, Options(4096, 4096, iters=1, json=str(path)))
+    swept(1, SweepOptions(4096, 4096, iters=1, json=str(path)))
     found = json.loads(path.read_text())
     assert found["complete"] and found["errors"] == [] and len(found["results"]) == 1
 
 
 def test_a_sweep_writes_its_table_and_files(tmp_path) -> None:
     names = {key: str(tmp_path / f"run.{key}") for key in ("json", "trace")}
-    options = Options(
+    options = SweepOptions(
         minbytes=4096,
         maxbytes=65536,
         stepfactor=16,
@@ -90,7 +90,7 @@ def test_a_sweep_writes_its_table_and_files(tmp_path) -> None:
 
 @pytest.mark.parametrize(("plan", "expected"), [(False, 4), (True, 0)])
 def test_the_flag_plan_times_a_bound_plan_and_the_head_says_so(plan: bool, expected: int) -> None:
-    options = Options(minbytes=4096, maxbytes=4096, iters=1, warmup_iters=0, check=0, plan=plan)
+    options = SweepOptions(minbytes=4096, maxbytes=4096, iters=1, warmup_iters=0, check=0, plan=plan)
     lines: list[str] = []
 
     def run(comm: qccl.Communicator) -> int:

@@ -10,11 +10,11 @@ import pytest
 
 import qccl
 from qccl.bench import params
-from qccl.bench.options import Options
+from qccl.bench.options import SweepOptions
 from qccl.bench.sweep import table
 from qccl.bench.sweep.calls import Case
 from qccl.bench.sweep.measure import Row, Side
-from qccl.bench.sweep.report import Device, Report
+from qccl.bench.sweep.report import RankDevice, Report
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,9 +118,11 @@ def test_one_round_has_no_spread() -> None:
 
 @pytest.fixture
 def report() -> Report:
-    options = Options(minbytes=1 << 20, maxbytes=16 << 20, stepfactor=16, codecs=("minmax8",), args=("qccl-bench",))
+    options = SweepOptions(
+        minbytes=1 << 20, maxbytes=16 << 20, stepfactor=16, codecs=("minmax8",), args=("qccl-bench",)
+    )
     made = Report(
-        options, [Device(r, 100 + r, "here", "host x86-64-v4") for r in range(4)], "UCX 1.22.0", "MPICH 5.0.2", None
+        options, [RankDevice(r, 100 + r, "here", "host x86-64-v4") for r in range(4)], "UCX 1.22.0", "MPICH 5.0.2", None
     )
     plain = row("mpi", 0.2)
     made.add(row(), plain)

@@ -10,7 +10,7 @@ from qccl.base.dtypes import FLOAT32
 from qccl.base.errors import ArgumentError
 from qccl.codecs import MinMax, NoCodec
 from qccl.collectives.chunks import ChunkPolicy
-from qccl.collectives.operands import CallerBuffers, Group
+from qccl.collectives.operands import CallerBuffers, RankGroup
 from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import pipeline
 from qccl.collectives.schedule import Decode, Exchange, Span, Transfer
@@ -66,7 +66,7 @@ def test_the_default_chunks_of_two_levels_are_small_at_both_ends(count: int, par
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_bad_place(rank: int) -> None:
     with pytest.raises(ArgumentError, match=f"rank {rank} of 4 ranks does not exist"):
-        Group.of_all(rank, 4)
+        RankGroup.of_all(rank, 4)
     with pytest.raises(ArgumentError, match="count is -1; it must be 0 or more"):
         CallerBuffers.alike((-1,), FLOAT32)
 
@@ -99,7 +99,7 @@ def test_slot_sizes() -> None:
 
 def test_peers_are_rotated() -> None:
     """At each position of the order, every rank is the peer of exactly one other."""
-    others = [Group.of_all(rank, 5).others for rank in range(5)]
+    others = [RankGroup.of_all(rank, 5).others for rank in range(5)]
     assert others[2] == (3, 4, 0, 1)
     for position in range(4):
         assert {each[position] for each in others} == set(range(5))

@@ -12,7 +12,7 @@ from thread_ranks import on_ranks
 import qccl
 from qccl.base.errors import ArgumentError, CodecError, CollectiveTimeout, MismatchError
 from qccl.communicator import measuring
-from qccl.communicator.profile import GroupProfile, Kind
+from qccl.communicator.profile import CallKind, GroupProfile
 
 COLLECTIVES = ["allreduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
 
@@ -85,7 +85,7 @@ def test_a_codec_behind_the_colon_is_the_most_that_is_lost(comm):
     comm._adopt(profile(comm, ("minmax4", "two_round"), codec="minmax4"))
     assert comm.plan("allreduce", 5000, codec="auto:minmax4").codec == "minmax4"
     comm.plan("allreduce", 5000, codec="auto")
-    assert Kind("allreduce", "float32", "minmax8") in comm.profile().times, "measured beside what was loaded"
+    assert CallKind("allreduce", "float32", "minmax8") in comm.profile().times, "measured beside what was loaded"
     for wrong in ("auto:minmax99", "auto:nothing", "auto+ef", "automatic"):
         hint = "only 'auto' and 'auto:CODEC', in small letters" if wrong == "auto+ef" else "no codec|not possible"
         with pytest.raises(CodecError, match=hint):

@@ -9,7 +9,7 @@ import pytest
 
 import qccl
 from qccl.collectives import AllGatherSpec
-from qccl.communicator.options import ArrayOptions, Method, Options, StateArrayOptions
+from qccl.communicator.options import ArrayOptions, CommonOptions, Method, StateArrayOptions
 
 
 def declare(options: type) -> tuple[Method, Callable[..., object]]:
@@ -42,7 +42,7 @@ def test_keywords_of_other_collectives():
 
 
 def test_signatures_show_the_keywords():
-    shown = inspect.signature(declare(Options)[1]).parameters
+    shown = inspect.signature(declare(CommonOptions)[1]).parameters
     assert list(shown) == ["x", "root", "codec", "async_op", "chunk", "timeout"]
     assert shown["codec"].default == "minmax8" and shown["timeout"].kind is inspect.Parameter.KEYWORD_ONLY
     assert "lr" in inspect.signature(qccl.Communicator.quantized_allreduce).parameters

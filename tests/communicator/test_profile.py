@@ -10,7 +10,7 @@ import pytest
 
 from qccl.base.errors import ArgumentError
 from qccl.collectives import spec_of_plan
-from qccl.communicator.profile import MARGIN, Curve, GroupProfile, Kind, Prediction, choose
+from qccl.communicator.profile import MARGIN, CallKind, Curve, GroupProfile, Prediction, choose
 
 #: seconds of a call and of an element, by codec and way
 AFFINE = {
@@ -28,7 +28,7 @@ def profile(affine=None, collective="allreduce", dtype="float32", nodes=NODES):
         label: Curve(tuple((count, call + element * count) for count in COUNTS), element * 1e9)
         for label, (call, element) in (affine or AFFINE).items()
     }
-    return GroupProfile(nodes, "ucx").with_times(Kind(collective, dtype, "minmax8"), curves)
+    return GroupProfile(nodes, "ucx").with_times(CallKind(collective, dtype, "minmax8"), curves)
 
 
 def specs(count, collective="allreduce", codecs=("none", "minmax8"), **parameters):
@@ -42,7 +42,7 @@ def seconds(codec, way, count):
 
 @pytest.mark.parametrize("count", [1, 256, 257, 5000, 131072, 131073, 1 << 24])
 def test_affine_times_are_predicted_exactly(count):
-    prediction = Prediction(profile().times[Kind("allreduce", "float32", "minmax8")])
+    prediction = Prediction(profile().times[CallKind("allreduce", "float32", "minmax8")])
     for way in ("one_shot", "two_round"):
         expected = seconds("minmax8", way, max(count, COUNTS[0]))
         assert math.isclose(prediction.seconds(("minmax8", way), count), expected, rel_tol=1e-9)
@@ -124,7 +124,7 @@ def test_beyond_the_curves_fewer_bytes_win_if_times_are_nearly_equal(count, way)
         ("none", "one_shot"): Curve(((100, 1.0), (1000, 1.01)), 2.0),
         ("none", "two_round"): Curve(((100, 1.05), (1000, 1.06)), 1.0),
     }
-    times = GroupProfile(NODES, "ucx").with_times(Kind("allreduce", "float32", "none"), curves)
+    times = GroupProfile(NODES, "ucx").with_times(CallKind("allreduce", "float32", "none"), curves)
     assert choose(times, specs(count, codecs=("none",)), NODES).spec.algorithm == way
 
 
@@ -218,7 +218,7 @@ def test_the_profile_of_other_hardware_is_refused(tmp_path):
             loaded.check_group(other)
 
 
-@pytest.mark.parametrize("left_out", sorted(profile().times[Kind("allreduce", "float32", "minmax8")]))
+@pytest.mark.parametrize("left_out", sorted(profile().times[CallKind("allreduce", "float32", "minmax8")]))
 def test_a_profile_that_lacks_a_way_is_refused(left_out):
     whole = profile()
     (kind,) = whole.times

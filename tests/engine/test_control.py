@@ -15,7 +15,7 @@ from qccl.base.dtypes import FLOAT32
 from qccl.base.errors import EngineError
 from qccl.collectives.allreduce import one_shot, two_round
 from qccl.collectives.schedule import Buffer, Decode, Encode, Exchange, Role, Schedule, Span, Transfer
-from qccl.engine.control import CONTROL_TAG, HEADER_NBYTES, Block, Header, Kind, mismatch_error
+from qccl.engine.control import CONTROL_TAG, HEADER_NBYTES, Block, ControlKind, Header, mismatch_error
 
 # -- agreement -----------------------------------------------------------------------------------------------------
 
@@ -77,13 +77,13 @@ def test_nothing_that_came_is_passed_on_before_all_ranks_have_come():
 
 
 def test_a_header_in_bytes():
-    header = Header(Kind.CALL, 5, "x" * 1000)
+    header = Header(ControlKind.CALL, 5, "x" * 1000)
     packed = header.pack()
-    assert len(packed) == HEADER_NBYTES - 4 == len(Header(Kind.CALL, 5, "x").pack())
+    assert len(packed) == HEADER_NBYTES - 4 == len(Header(ControlKind.CALL, 5, "x").pack())
     for end in ("y", "z" * 5000):
-        assert Header(Kind.CALL, 5, "x" * 999 + end).pack() != packed, "a text that is cut differs in its digest"
+        assert Header(ControlKind.CALL, 5, "x" * 999 + end).pack() != packed, "a text that is cut differs in its digest"
     again = Header.unpack(packed, 0)
-    assert (again.kind, again.sequence) == (Kind.CALL, 5) and header.text.startswith(again.text)
+    assert (again.kind, again.sequence) == (ControlKind.CALL, 5) and header.text.startswith(again.text)
     for version in (b"QCCL" + packed[4:], packed[:4] + bytes([packed[4] + 1]) + packed[5:]):
         with pytest.raises(EngineError, match="rank 3 sent a control message that this version"):
             Header.unpack(version, 3)
@@ -98,7 +98,7 @@ def test_a_header_in_bytes():
 )
 def test_a_mismatch_names_the_difference(calls, texts, expected):
     """It is in the number of the call, or in the part of a text that does not fit a header."""
-    mine, theirs = (Header(Kind.CALL, call, text).pack() for call, text in zip(calls, texts, strict=True))
+    mine, theirs = (Header(ControlKind.CALL, call, text).pack() for call, text in zip(calls, texts, strict=True))
     assert re.search(expected, str(mismatch_error(mine, theirs, 0, 1)))
 
 

@@ -33,7 +33,7 @@ from qccl._host import RUNS_IN_FLIGHT
 from qccl.base.dtypes import FLOAT32
 from qccl.base.errors import EngineError, MismatchError, PeerLost
 from qccl.collectives.allreduce import one_shot
-from qccl.engine.control import CONTROL_TAG, HEADER_NBYTES, Header, Kind
+from qccl.engine.control import CONTROL_TAG, HEADER_NBYTES, ControlKind, Header
 from qccl.transports.loopback import LoopbackTransport
 from qccl.transports.ucx import UcxTransport
 
@@ -146,8 +146,8 @@ def test_messages_after_the_last_one_change_nothing(over):
     """What follows a close message is not received."""
 
     def change(_, tag, message):
-        is_close = tag == CONTROL_TAG and kind_of(message) == Kind.CLOSE
-        after = [of_kind(message, Kind.CALL), b"", message + b"x", of_kind(message, Kind.ABORT)]
+        is_close = tag == CONTROL_TAG and kind_of(message) == ControlKind.CLOSE
+        after = [of_kind(message, ControlKind.CALL), b"", message + b"x", of_kind(message, ControlKind.ABORT)]
         return [message, *after] if is_close else [message]
 
     assert over(3, against(change, SMALL)) == [None] * 3
@@ -156,7 +156,7 @@ def test_messages_after_the_last_one_change_nothing(over):
 @pytest.mark.parametrize("text", [b"", b"\xff\xfe\x80", b"\x1b[2J\x9b31m", "nöt \N{GRINNING FACE}".encode()[:7]])
 def test_the_reason_of_another_rank_is_text_that_names_it(text):
     """Whatever it sends, and without characters that control a terminal."""
-    message = Header(Kind.ABORT, 0, "").pack()
+    message = Header(ControlKind.ABORT, 0, "").pack()
     found = Header.unpack(message[:48] + text.ljust(len(message) - 48, b"\0"), 3).text
     assert found.startswith("rank 3 gave up: ") and found.isprintable()
 

@@ -13,7 +13,7 @@ import qccl
 from qccl import _host
 from qccl.base.dtypes import FLOAT32
 from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
-from qccl.collectives.operands import CallerBuffers, Group
+from qccl.collectives.operands import CallerBuffers, RankGroup
 from qccl.collectives.schedule import Role
 from qccl.engine.host.engine import HostEngine
 from qccl.transports.loopback import LoopbackGroup
@@ -25,7 +25,7 @@ CODEC = qccl.codecs.get("minmax8")
 def schedule(n, nbytes, chunking):
     count = nbytes // 4
     make = ALLREDUCE[choose_allreduce(count, n, FLOAT32, CODEC)]
-    return make(Group.of_all(0, n), CallerBuffers.alike((count,), FLOAT32), CODEC, chunking=chunking)
+    return make(RankGroup.of_all(0, n), CallerBuffers.alike((count,), FLOAT32), CODEC, chunking=chunking)
 
 
 @pytest.mark.parametrize("shared", [False, True])

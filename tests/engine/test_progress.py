@@ -21,7 +21,7 @@ from qccl.engine import progress
 from qccl.engine.base import Progress
 from qccl.engine.host import engine as host
 from qccl.engine.host.engine import HostEngine
-from qccl.engine.host.execution import Execution
+from qccl.engine.host.execution import HostExecution
 
 COUNT = 300_000
 
@@ -199,7 +199,7 @@ def test_waiting_until_idle_sees_a_run_that_the_thread_takes_from_the_queue(monk
 
 
 def test_a_wait_returns_when_the_trace_is_complete(monkeypatch):
-    ending, add_trace = threading.Event(), Execution.add_trace
+    ending, add_trace = threading.Event(), HostExecution.add_trace
 
     def slow(execution, trace):
         if threading.current_thread().name == "qccl progress":
@@ -207,7 +207,7 @@ def test_a_wait_returns_when_the_trace_is_complete(monkeypatch):
             time.sleep(0.2)
         add_trace(execution, trace)
 
-    monkeypatch.setattr(Execution, "add_trace", slow)
+    monkeypatch.setattr(HostExecution, "add_trace", slow)
 
     def run(comm):
         trace = []

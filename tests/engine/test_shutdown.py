@@ -15,7 +15,7 @@ from threads import Caller, outcomes, ramp
 import qccl
 from qccl.base import lifetime
 from qccl.base.errors import ArgumentError, MismatchError, PeerLost
-from qccl.engine.control import Header, Kind, data_nbytes
+from qccl.engine.control import ControlKind, Header, data_nbytes
 from qccl.engine.host import engine as host
 from qccl.engine.host import shutdown
 from qccl.transports import loopback
@@ -46,7 +46,7 @@ def test_a_rank_that_calls_while_another_closes_is_still_heard():
     def run(t):
         caller = Caller(t)
         if t.rank:
-            for message in (caller.header(1000), Header(Kind.CLOSE, 0, "rank 1 left the group")):
+            for message in (caller.header(1000), Header(ControlKind.CLOSE, 0, "rank 1 left the group")):
                 caller.engine._loop.broadcast_control(message.pack() + data_nbytes(0))
                 caller.engine._shutdown.flush()
             return None

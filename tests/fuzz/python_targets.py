@@ -31,7 +31,7 @@ with atheris.instrument_imports(include=["qccl", "runs"]):
     from qccl.communicator.saved import load_state, save_state
     from qccl.meeting.channel import Channel
     from qccl.meeting.join_address import JoinAddress
-    from qccl.meeting.meeting_messages import Hello, Kind, part
+    from qccl.meeting.meeting_messages import Hello, MeetingKind, part
     from qccl.meeting.meeting_messages import parse as parse_meeting
     from qccl.meeting.messages import parse, parse_member
     from qccl.meeting.strangers import NotARank
@@ -66,10 +66,10 @@ def _channel(content: bytes) -> None:
 
 def _meeting_message(content: bytes) -> None:
     kind, said = parse_meeting(content)
-    if kind is Kind.NOTES:
+    if kind is MeetingKind.NOTES:
         notes = part(said, 3)
         require(notes is None or sum(map(len, notes)) + 12 == len(said), "notes with other bytes")
-    elif kind is Kind.HELLO:
+    elif kind is MeetingKind.HELLO:
         hello = Hello.of(said)
         hello.refusal(3, 0)
         require(hello.message() == (kind, said), "a hello that reads as another one when it is sent on")

@@ -36,7 +36,7 @@ from qccl.communicator import profile
 from qccl.meeting import messages
 from qccl.meeting.channel import frame
 from qccl.meeting.join_address import JoinAddress
-from qccl.meeting.meeting_messages import Hello, Kind, Message, join
+from qccl.meeting.meeting_messages import Hello, MeetingKind, MeetingMessage, join
 from qccl.meeting.messages import Decision, Member
 from qccl.observe.records import write_record
 
@@ -157,8 +157,8 @@ def message_inputs() -> Inputs:
     yield b"\3" + b"[::1]:4711"
     for said in (
         join([b"a", b"bc"]),
-        Message(Kind.REFUSED, b"why"),
-        Message(Kind.PROVE, bytes(24)),
+        MeetingMessage(MeetingKind.REFUSED, b"why"),
+        MeetingMessage(MeetingKind.PROVE, bytes(24)),
         Hello(1, 2, 0, bytes(8), b"abc").message(),
     ):
         yield b"\4" + said.packed()
@@ -222,7 +222,7 @@ def text_inputs() -> Inputs:
     yield b"\1" + json.dumps({"compressor": "minmax", "bits": 4, "momentum": "nesterov", "mu": "0.9"}).encode()
     curve = profile.Curve(((256, 1e-5), (8192, 1e-4)), 2.0)
     times = {("none", "two_round"): curve, ("minmax8", "two_round"): curve}
-    found = profile.GroupProfile((0, 1), "ucx").with_times(profile.Kind("allreduce", "float32", "minmax8"), times)
+    found = profile.GroupProfile((0, 1), "ucx").with_times(profile.CallKind("allreduce", "float32", "minmax8"), times)
     yield b"\2" + json.dumps(found.as_dict()).encode()
 
 

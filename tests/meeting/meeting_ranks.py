@@ -10,7 +10,7 @@ import patience
 
 from qccl.base.deadline import Deadline
 from qccl.meeting.channel import Channel, frame
-from qccl.meeting.meeting_messages import Hello, Kind, Message, parse, seal
+from qccl.meeting.meeting_messages import Hello, MeetingKind, MeetingMessage, parse, seal
 from qccl.meeting.rendezvous import Rendezvous
 
 Place = tuple[str, int]
@@ -53,13 +53,13 @@ def challenge(connection: socket.socket, job: str = JOB) -> bytes:
     """Rank 0's demand for a proof: its content."""
     found = Channel(connection, parse, seal(job)).receive(Deadline(60.0))
     connection.settimeout(60)
-    assert found.kind is Kind.PROVE
+    assert found.kind is MeetingKind.PROVE
     return bytes(found.content)
 
 
 def prove(connection: socket.socket, job: str = JOB) -> None:
     """Answer rank 0's demand for a proof, as one that knows this job's name."""
-    connection.sendall(frame(Message(Kind.PROOF, challenge(connection)), seal(job)))
+    connection.sendall(frame(MeetingMessage(MeetingKind.PROOF, challenge(connection)), seal(job)))
 
 
 class Meeting:

@@ -14,7 +14,7 @@ from qccl import CollectiveTimeout, PeerLost
 from qccl.base.deadline import Deadline
 from qccl.engine.cuda import libraries
 from qccl.meeting import rendezvous
-from qccl.meeting.meeting_messages import Kind, Message
+from qccl.meeting.meeting_messages import MeetingKind, MeetingMessage
 from qccl.meeting.rendezvous import Rendezvous
 from qccl.meeting.secret import derive
 
@@ -89,15 +89,15 @@ def test_a_time_that_is_over_is_no_loss_of_a_rank(port, monkeypatch):
     """It ends between the last note and the answer, which is longer than what the system takes at once."""
     over, receive = threading.Event(), Rendezvous._receive
 
-    def receive_last(meeting: Rendezvous, rank: int, kind: Kind, deadline: Deadline) -> bytes:
-        if kind is Kind.NOTES:
+    def receive_last(meeting: Rendezvous, rank: int, kind: MeetingKind, deadline: Deadline) -> bytes:
+        if kind is MeetingKind.NOTES:
             assert over.wait(60)
         found = receive(meeting, rank, kind, deadline)
         deadline.end = 0.0
         return found
 
     monkeypatch.setattr(Rendezvous, "_receive", receive_last)
-    monkeypatch.setattr(rendezvous, "join", lambda notes: Message(Kind.NOTES, bytes(64 << 20)))
+    monkeypatch.setattr(rendezvous, "join", lambda notes: MeetingMessage(MeetingKind.NOTES, bytes(64 << 20)))
 
     def run(rank: int) -> None:
         with Rendezvous(rank, 2, ("127.0.0.1", port)) as meeting:
@@ -117,8 +117,8 @@ def test_a_rank_that_is_silent_in_a_further_gather(port, monkeypatch):
     """It has half a second, and the others have a minute."""
     over, receive = threading.Event(), Rendezvous._receive
 
-    def receive_soon(meeting: Rendezvous, rank: int, kind: Kind, deadline: Deadline) -> bytes:
-        is_late = rank == 2 and kind is Kind.NOTE
+    def receive_soon(meeting: Rendezvous, rank: int, kind: MeetingKind, deadline: Deadline) -> bytes:
+        is_late = rank == 2 and kind is MeetingKind.NOTE
         return receive(meeting, rank, kind, Deadline(0.5) if is_late else deadline)
 
     monkeypatch.setattr(Rendezvous, "_receive", receive_soon)

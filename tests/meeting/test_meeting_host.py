@@ -23,7 +23,7 @@ from qccl.meeting import channel, meeting_host, meetings
 from qccl.meeting import strangers as dropped
 from qccl.meeting.channel import frame
 from qccl.meeting.meeting_host import MeetingHost
-from qccl.meeting.meeting_messages import Hello, Kind, Message, join, seal
+from qccl.meeting.meeting_messages import Hello, MeetingKind, MeetingMessage, join, seal
 from qccl.meeting.secret import derive
 from qccl.meeting.secure_socket import SecureSocket
 from qccl.transports import choice, connect, ucx
@@ -65,7 +65,7 @@ def test_a_proof_is_of_no_use_to_another_caller(port, patient_host):
     """It is sent a second time, after the hello to which it belonged."""
     with Meeting(port) as met:
         with connected(("127.0.0.1", port), hello(1)) as gone:
-            proof = frame(Message(Kind.PROOF, challenge(gone)), seal(JOB))
+            proof = frame(MeetingMessage(MeetingKind.PROOF, challenge(gone)), seal(JOB))
         with connected(("127.0.0.1", port), hello(1)) as again:
             challenge(again)
             again.sendall(proof)
@@ -103,14 +103,14 @@ def answered(answer: Callable[[bytes], bytes], job: str = JOB) -> BaseException 
             over.set()
 
 
-def sealed(kind: Kind, content: bytes = b"") -> bytes:
+def sealed(kind: MeetingKind, content: bytes = b"") -> bytes:
     """A message of a program that knows the job."""
-    return frame(Message(kind, content), seal(JOB))
+    return frame(MeetingMessage(kind, content), seal(JOB))
 
 
 def proved(said: bytes) -> bytes:
     """What a program says that knows the job."""
-    return sealed(Kind.PROVE, bytes(16) + Hello.of(said[channel._HEAD.size + 1 :]).process)
+    return sealed(MeetingKind.PROVE, bytes(16) + Hello.of(said[channel._HEAD.size + 1 :]).process)
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ def proved(said: bytes) -> bytes:
     [
         lambda said: b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n",
         lambda said: bytes(512),
-        lambda said: sealed(Kind.HELLO),
+        lambda said: sealed(MeetingKind.HELLO),
         lambda said: channel._HEAD.pack(channel._MAGIC, 2**32 - 1, bytes(16)),
-        lambda said: sealed(Kind.NOTES, join(NOTES).content),  # without a proof
-        lambda said: sealed(Kind.PROVE, bytes(24)),
-        lambda said: sealed(Kind.PROVE),
-        lambda said: proved(said) + sealed(Kind.NOTES, b"x"),
-        lambda said: proved(said) + sealed(Kind.NOTES, struct.pack("<3I", 2**32 - 1, 0, 0)),
+        lambda said: sealed(MeetingKind.NOTES, join(NOTES).content),  # without a proof
+        lambda said: sealed(MeetingKind.PROVE, bytes(24)),
+        lambda said: sealed(MeetingKind.PROVE),
+        lambda said: proved(said) + sealed(MeetingKind.NOTES, b"x"),
+        lambda said: proved(said) + sealed(MeetingKind.NOTES, struct.pack("<3I", 2**32 - 1, 0, 0)),
     ],
     ids=["http", "zeros", "hello", "length", "unproved", "wrong proof", "no proof", "short", "lengths"],
 )
@@ -134,9 +134,9 @@ def test_what_answers_is_not_rank_0(answer):
     assert "QCCL_PORT" in str(error)
 
 
-@pytest.mark.parametrize("kind", [Kind.PROVE, Kind.NOTES, Kind.REFUSED])
+@pytest.mark.parametrize("kind", [MeetingKind.PROVE, MeetingKind.NOTES, MeetingKind.REFUSED])
 def test_what_answers_is_rank_0_of_another_job(kind):
-    error = answered(lambda said: frame(Message(kind, bytes(24)), seal("another")))
+    error = answered(lambda said: frame(MeetingMessage(kind, bytes(24)), seal("another")))
     assert isinstance(error, MismatchError) and "is not rank 0 of this job" in str(error), error
     assert "another job" in str(error) and "QCCL_PORT" in str(error)
 
@@ -164,7 +164,7 @@ def test_rank_0_of_another_version(magic):
 
 
 def test_a_text_from_the_network_is_shown_without_control_characters():
-    error = answered(lambda said: sealed(Kind.REFUSED, b"\x1b[2J\x07no\xff\x9b"))
+    error = answered(lambda said: sealed(MeetingKind.REFUSED, b"\x1b[2J\x07no\xff\x9b"))
     assert isinstance(error, MismatchError) and "\\x1b[2J\\x07no" in str(error), error
     assert str(error).isprintable()
     assert dropped.printable("a\nb\u202e" + "c" * 2000, 10) == "a\\nb\\u202ecccccc..."

@@ -19,7 +19,7 @@ from qccl import ArgumentError, CollectiveTimeout, EngineError, MismatchError
 from qccl.base.deadline import Deadline
 from qccl.meeting import callers, channel, meeting_host
 from qccl.meeting.channel import Channel, frame
-from qccl.meeting.meeting_messages import Hello, Kind, Message, parse, seal
+from qccl.meeting.meeting_messages import Hello, MeetingKind, MeetingMessage, parse, seal
 from qccl.meeting.rendezvous import PORT_OFFSET, meeting_place
 from qccl.meeting.strangers import NotARank
 
@@ -193,7 +193,7 @@ def test_who_does_not_take_the_answer_holds_rank_0_no_longer_than_the_deadline(p
 def test_a_later_meeting_waits_its_turn():
     """A quick rank that is at the next meeting already does not take part in this one."""
     said = Hello(1, 3, 2, b"stranger", b"")
-    assert said.refusal(3, 1) == Message(Kind.LATER)
+    assert said.refusal(3, 1) == MeetingMessage(MeetingKind.LATER)
     assert said.refusal(3, 2) is None
 
 
@@ -206,7 +206,7 @@ def test_something_else_listens_there():
 @pytest.mark.parametrize("damaged", [15, channel._HEAD.size, channel._HEAD.size + 40])
 def test_a_damaged_message(damaged):
     """In its checksum, its kind or its content."""
-    reply = bytearray(frame(Message(Kind.REFUSED, MESSAGE), seal("")))
+    reply = bytearray(frame(MeetingMessage(MeetingKind.REFUSED, MESSAGE), seal("")))
     reply[damaged] ^= 1
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -309,7 +309,7 @@ def test_a_rank_that_is_cut_off_calls_again(port):
 def test_ranks_that_come_one_after_the_other_and_prove_slowly_meet(port, monkeypatch):
     """At each instant, one of them is being asked for a proof, or has given it too long ago."""
     monkeypatch.setattr(meeting_host, "_FRESH_SECONDS", 0.2)
-    after_each_message(monkeypatch, lambda found: time.sleep(0.15 * (found.kind is Kind.PROVE)))
+    after_each_message(monkeypatch, lambda found: time.sleep(0.15 * (found.kind is MeetingKind.PROVE)))
     with ThreadPoolExecutor(8) as pool:
         found = []
         for rank in range(8):
@@ -324,7 +324,7 @@ def test_who_did_not_prove_that_it_is_still_there_is_named(port, monkeypatch):
     monkeypatch.setattr(meeting_host, "_PROOF_SECONDS", 30.0)
     kinds = []
     after_each_message(
-        monkeypatch, lambda found: kinds.append(found.kind) or time.sleep(2.0 * (kinds.count(Kind.PROVE) > 1))
+        monkeypatch, lambda found: kinds.append(found.kind) or time.sleep(2.0 * (kinds.count(MeetingKind.PROVE) > 1))
     )
     first, other = ranks(2, port, timeout=1.0)
     assert isinstance(first, CollectiveTimeout) and "ranks [1] did not come" in str(first)

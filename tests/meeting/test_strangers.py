@@ -26,7 +26,7 @@ from tls_streams import client_hello
 from qccl.base.deadline import Deadline
 from qccl.meeting import callers, channel
 from qccl.meeting.channel import frame
-from qccl.meeting.meeting_messages import Kind, Message, seal
+from qccl.meeting.meeting_messages import MeetingKind, MeetingMessage, seal
 from qccl.meeting.regroup import MembershipSocket
 from qccl.meeting.secret import derive
 
@@ -97,7 +97,7 @@ class Joining:
 #: what strangers send, beside PAYLOADS, to ranks that meet without a token, and to all that have a secret
 TO_RANK_0: dict[str, Callable[[random.Random], bytes]] = {
     "a rank that says no more": lambda _: hello(1),
-    "a rank with a wrong proof": lambda _: hello(1) + frame(Message(Kind.PROOF, bytes(24)), seal(JOB)),
+    "a rank with a wrong proof": lambda _: hello(1) + frame(MeetingMessage(MeetingKind.PROOF, bytes(24)), seal(JOB)),
     "half a hello": lambda _: hello(1)[:50],
     "half a note": lambda _: hello(1, note=b"a" * 100)[:-1],
     "a long note": lambda _: hello(1, note=b"a" * 100_000),
@@ -106,7 +106,7 @@ TO_RANK_0: dict[str, Callable[[random.Random], bytes]] = {
     "no rank": lambda _: hello(77),
     "another job": lambda _: hello(1, job="another"),
     "another size": lambda _: hello(1, size=5),
-    "acknowledgement": lambda _: hello(1) + frame(Message(Kind.TAKEN), seal(JOB)),
+    "acknowledgement": lambda _: hello(1) + frame(MeetingMessage(MeetingKind.TAKEN), seal(JOB)),
 }
 TLS: dict[str, Callable[[random.Random], bytes]] = {
     "TLS, another key": lambda _: client_hello(OTHER),

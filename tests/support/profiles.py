@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import qccl
-from qccl.communicator.profile import Curve, GroupProfile, Kind
+from qccl.communicator.profile import CallKind, Curve, GroupProfile
 
 __all__ = ["profile"]
 
@@ -22,4 +22,4 @@ def profile(
     times = {(each, way): 1e-3 if (each, way) == fast else 2e-3 for each in ("none", codec) for way in ways}
     curves = {label: Curve(((256, seconds), (1 << 20, seconds)), 1.0) for label, seconds in times.items()}
     group = GroupProfile(comm.nodes, comm.transport.name, hardware=comm.transport.hardware)
-    return group.with_times(Kind(collective, dtype, codec), curves)
+    return group.with_times(CallKind(collective, dtype, codec), curves)

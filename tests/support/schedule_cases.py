@@ -12,7 +12,7 @@ from qccl.codecs import Codec, MinMax
 from qccl.collectives.allreduce import ALLREDUCE
 from qccl.collectives.analysis.verify import VerificationError, verify
 from qccl.collectives.chunks import DEFAULT_DEPTH, NETWORK, ChunkPolicy
-from qccl.collectives.operands import CallerBuffers, Combine, Group
+from qccl.collectives.operands import CallerBuffers, Combine, RankGroup
 from qccl.collectives.schedule import Op, Schedule, Span
 
 CODEC = MinMax(bits=4, bucket=8)
@@ -42,7 +42,7 @@ def one_rank(
     several = not isinstance(count, int)
     buffers = CallerBuffers.alike(count if several else (count,), dtype, in_place=in_place, numbered=several)
     options.setdefault("chunking", chunks_of(chunk_elements, depth))
-    return algorithm(Group.of_all(rank, size), buffers, codec, Combine(op, scale), **options)
+    return algorithm(RankGroup.of_all(rank, size), buffers, codec, Combine(op, scale), **options)
 
 
 def all_ranks(name: str, size: int, count: int | Sequence[int], **options: object) -> list[Schedule]:

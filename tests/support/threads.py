@@ -15,10 +15,10 @@ from qccl.codecs import get
 from qccl.collectives import AllReduceSpec
 from qccl.collectives.allreduce import two_round
 from qccl.engine.base import Bound, Progress, Request
-from qccl.engine.control import Header, Kind
+from qccl.engine.control import ControlKind, Header
 from qccl.engine.host.engine import HostEngine
-from qccl.engine.host.execution import Execution
-from qccl.engine.host.program import Program
+from qccl.engine.host.execution import HostExecution
+from qccl.engine.host.program import HostProgram
 from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
 
 CODEC = get("minmax8:bucket=64")
@@ -82,7 +82,7 @@ class Caller:
         self.transport, self.timeout = transport, timeout
         self.engine = HostEngine(transport)
 
-    def program(self, count: int, **arguments: Any) -> Program:
+    def program(self, count: int, **arguments: Any) -> HostProgram:
         t = self.transport
         self.schedule = one_rank(two_round, t.rank, t.size, count, FLOAT32, CODEC, **arguments)
         return self.engine.compile(self.schedule)
@@ -100,11 +100,11 @@ class Caller:
         return AllReduceSpec(**(fields | changed)).text()
 
     def header(self, count: int, sequence: int = 0) -> Header:
-        return Header(Kind.CALL, sequence, self.text(count))
+        return Header(ControlKind.CALL, sequence, self.text(count))
 
     def start(
-        self, program: Program, x: np.ndarray, y: np.ndarray, *, trace=None, progress=None, **changed: Any
-    ) -> Execution:
+        self, program: HostProgram, x: np.ndarray, y: np.ndarray, *, trace=None, progress=None, **changed: Any
+    ) -> HostExecution:
         """Start a run. Without ``progress`` only threads that wait for runs advance it."""
         if trace is not None:
             program.label(self.schedule)
@@ -119,7 +119,7 @@ class Caller:
 
     def run_on(
         self,
-        program: Program,
+        program: HostProgram,
         addresses: dict[str, int],
         text: str,
         kept: object = None,
@@ -127,7 +127,7 @@ class Caller:
         progress=None,
         timeout: float | None = None,
         **request: Any,
-    ) -> Execution:
+    ) -> HostExecution:
         thread = self.engine._progress_thread
         if progress is None:
             self.engine._progress_thread = None
@@ -141,7 +141,7 @@ class Caller:
         finally:
             self.engine._progress_thread = thread
 
-    def begin(self, count: int, **arguments: Any) -> Execution:
+    def begin(self, count: int, **arguments: Any) -> HostExecution:
         """Start an all-reduce of ramp(rank, count) into another array."""
         x = ramp(self.transport.rank, count)
         return self.start(self.program(count, **arguments), x, np.empty_like(x))

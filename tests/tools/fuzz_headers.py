@@ -28,7 +28,7 @@ from threads import CODEC, Caller, outcomes, ramp
 from qccl.base.dtypes import FLOAT32
 from qccl.base.errors import QcclError
 from qccl.collectives.allreduce import one_shot, two_round
-from qccl.engine.control import CONTROL_TAG, HEADER_NBYTES, Kind
+from qccl.engine.control import CONTROL_TAG, HEADER_NBYTES, ControlKind
 
 COUNTS = (0, 1, 63, 1000, 3000, 20_000)
 TIMEOUT = 10.0
@@ -172,7 +172,7 @@ def fuzz(seed: int, over: Callable = outcomes) -> str:
                 assert result == expected[rank][0][number], f"seed {seed}, rank {rank}: call {number} is wrong"
         honest = set(expected[rank][1])
         for peer, tag, message in sent:
-            last_words = tag == CONTROL_TAG and len(message) == HEADER_NBYTES and kind_of(message) != Kind.CALL
+            last_words = tag == CONTROL_TAG and len(message) == HEADER_NBYTES and kind_of(message) != ControlKind.CALL
             assert last_words or (peer, tag, message) in honest, f"seed {seed}, rank {rank} sent {message[:64]!r}"
     last = found[0][0][-1]
     return type(last).__name__ if isinstance(last, QcclError) else ""

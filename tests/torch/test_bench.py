@@ -16,8 +16,8 @@ from torch import nn
 from qccl import codecs
 from qccl.bench.cli import main
 from qccl.bench.doctor import steps
-from qccl.bench.doctor.speed import Speed
-from qccl.bench.doctor.training import Computation, Gradient
+from qccl.bench.doctor.speed import CodecSpeed
+from qccl.bench.doctor.training import Gradient, StepComputation
 from qccl.bench.lab import lab
 from qccl.torch.groups import Policy, form_groups
 
@@ -93,10 +93,10 @@ def test_the_groups_are_those_of_compress(monkeypatch: pytest.MonkeyPatch) -> No
     shapes = [(256, 64), (1024, 1024), (1024,), (768, 1024), (300, 3000), (12,), (90, 90), (90,), (4, 5)]
     named = [(f"{i}", nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
     theirs = form_groups(named, Policy("minmax8", min_elements=4096), 4 << 20)
-    own = Computation(tuple(Gradient(shape, 0.0, 0) for shape in shapes), 0.0, 0.0, 0.0)
+    own = StepComputation(tuple(Gradient(shape, 0.0, 0) for shape in shapes), 0.0, 0.0, 0.0)
     asked: list[tuple[str, int]] = []
     monkeypatch.setattr(steps, "call_of", lambda step, codec, count, speed: asked.append((codec.spec(), count)))
-    ours = [*steps._of_groups(steps.Step(own, 2, 1e9), codecs.get("minmax8"), Speed(0, 0, 0))]
+    ours = [*steps._of_groups(steps.Step(own, 2, 1e9), codecs.get("minmax8"), CodecSpeed(0, 0, 0))]
     assert len(ours) == len(theirs)
     assert asked == [*dict.fromkeys((group.codec_spec, sum(group.counts)) for group in theirs)]
 

@@ -17,8 +17,8 @@ from qccl.base import __version__
 from qccl.base.dtypes import FLOAT32
 from qccl.base.errors import ArgumentError, QcclError
 from qccl.base.scalars import parse_seconds
-from qccl.bench.doctor.speed import Speed, measure_speed
-from qccl.bench.doctor.steps import FP16, FP32, Cost, Step, constants_of, cost_of, rate_of
+from qccl.bench.doctor.speed import CodecSpeed, measure_speed
+from qccl.bench.doctor.steps import FP16, FP32, Step, StepCost, constants_of, cost_of, rate_of
 from qccl.bench.doctor.training import estimated
 from qccl.bench.lab.network import parse_delay
 from qccl.bench.params import (
@@ -99,7 +99,7 @@ def parse_model(text: str) -> list[tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Network:
+class TrainingNetwork:
     """The network of a training.
 
     Attributes:
@@ -170,7 +170,9 @@ def doctor(
         raise click.UsageError(f"--ranks {ranks}, but the launcher has started others; leave --ranks out")
     of_launcher, rank = (launcher.local_size, launcher.rank) if launcher else (0, 0)
     share = processors or len(os.sched_getaffinity(0)) / max(1, of_launcher)
-    network = Network(parse_link(link).rate, delay or 0.0, ranks or 2, rank) if link else _measured_network(share)
+    network = (
+        TrainingNetwork(parse_link(link).rate, delay or 0.0, ranks or 2, rank) if link else _measured_network(share)
+    )
     if network.rank == 0 and step is not None:
         whole, rest = divmod(parameters or 0, _ARRAY)
         shapes = model if model is not None else [(1, _ARRAY)] * whole + [(1, rest)] * (rest > 0)
@@ -181,7 +183,7 @@ def doctor(
             raise click.UsageError(str(error)) from error
 
 
-def _measured_network(processors: float) -> Network:
+def _measured_network(processors: float) -> TrainingNetwork:
     """Collective: the rate and the delay with which calls without a codec take as long as they do.
 
     Calls of one element give the time of a message. Larger ones, whose bytes take at least 0.1 s if they are not 16 MiB
@@ -215,12 +217,12 @@ def _measured_network(processors: float) -> Network:
             delay = max(0.0, message - constants_of(processors).latency)
             rate = rate_of(whole, nbytes, comm.size, processors, delay) if comm.rank == 0 else 0.0
             source = f"measured by calls of {nbytes >> 10} KiB"
-            return Network(rate, delay, comm.size, comm.rank, source, median / whole)
+            return TrainingNetwork(rate, delay, comm.size, comm.rank, source, median / whole)
     except QcclError as error:
         raise click.ClickException(f"{type(error).__name__}: {error}") from error
 
 
-def _report(step: Step, network: Network, specs: Sequence[str], load: float, path: str | None) -> None:
+def _report(step: Step, network: TrainingNetwork, specs: Sequence[str], load: float, path: str | None) -> None:
     """Print the table and the recommendation, and write the figures; ``load`` is that before the measurements."""
     count = _TIMED_NBYTES // FLOAT32.itemsize
     speeds = {spec: measure_speed(codec_of(spec), count) for spec in dict.fromkeys([FP32, FP16, *specs])}
@@ -240,7 +242,7 @@ def _report(step: Step, network: Network, specs: Sequence[str], load: float, pat
         click.echo(f"# Wrote {path}")
 
 
-def _doubts(load: float, network: Network, speeds: Mapping[str, Speed]) -> Iterator[str]:
+def _doubts(load: float, network: TrainingNetwork, speeds: Mapping[str, CodecSpeed]) -> Iterator[str]:
     """The signs that other programs disturbed the measurements, although the least of several counts."""
     processors = os.cpu_count() or 1
     if load > _LOAD * processors:
@@ -258,7 +260,7 @@ def _doubts(load: float, network: Network, speeds: Mapping[str, Speed]) -> Itera
         )
 
 
-def recommendation(costs: Sequence[Cost]) -> str:
+def recommendation(costs: Sequence[StepCost]) -> str:
     """The codec with the least error among those that are about as fast as the fastest, with the reason.
 
     Only fp32, fp16 and codecs whose quality was shown count. ``costs`` begin with that of fp32.
@@ -291,7 +293,7 @@ def recommendation(costs: Sequence[Cost]) -> str:
     return text
 
 
-def _head(step: Step, network: Network) -> Iterator[str]:
+def _head(step: Step, network: TrainingNetwork) -> Iterator[str]:
     own = step.computation
     total, arrays = sum(g.count for g in own.gradients), len(own.gradients)
     yield (
@@ -315,7 +317,7 @@ def _head(step: Step, network: Network) -> Iterator[str]:
     yield f"#{'sent MB':>9} {'link ms':>9} {'calls ms':>9} {columns} {columns} {'error':>9} {'shown':>5}  codec"
 
 
-def _table(costs: Sequence[Cost]) -> Iterator[str]:
+def _table(costs: Sequence[StepCost]) -> Iterator[str]:
     fp32, fp16 = costs[:2]
     for cost in costs:
         columns = [f"{cost.sent / 1e6:>10.3f}", f"{_ms(cost.link):>9}", f"{_ms(cost.processor):>9}"]

@@ -16,7 +16,7 @@ from qccl.base.scalars import parse_seconds
 from qccl.base.trace import write_trace
 from qccl.bench.doctor.simulated import Machines, Processor, Simulated, simulated
 from qccl.bench.doctor.speed import measure_speed
-from qccl.bench.options import DTYPES, KINDS, NCCL_NAMES, OPS, Options, columns_help
+from qccl.bench.options import DTYPES, KINDS, NCCL_NAMES, OPS, SweepOptions, columns_help
 from qccl.bench.params import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -107,7 +107,7 @@ def simulate(nodes: int | None, link: Link, intra: Link, path: str | None, trace
         node_size=size,
     )
     algorithms = given.pop("algorithms")
-    options = Options(**given, args=("qccl-bench", *sys.argv[1:]), json=path, trace=trace)
+    options = SweepOptions(**given, args=("qccl-bench", *sys.argv[1:]), json=path, trace=trace)
     _check(options, machines, algorithms, rates)
     run = _Run(options, machines, algorithms, _processor(options.codecs, rates))
     try:
@@ -125,7 +125,7 @@ def simulate(nodes: int | None, link: Link, intra: Link, path: str | None, trace
 
 
 def _check(
-    options: Options,
+    options: SweepOptions,
     machines: Machines,
     algorithms: Sequence[str],
     rates: tuple[Link | None, Link | None],
@@ -178,7 +178,9 @@ class _Run:
         traced: the call of the largest size with the first codec, so far.
     """
 
-    def __init__(self, options: Options, machines: Machines, algorithms: Sequence[str], processor: Processor) -> None:
+    def __init__(
+        self, options: SweepOptions, machines: Machines, algorithms: Sequence[str], processor: Processor
+    ) -> None:
         self._options, self._machines, self._algorithms, self._processor = options, machines, algorithms, processor
         self.pairs: list[tuple[Row, Row | None]] = []
         self.traced: Simulated | None = None
@@ -232,7 +234,7 @@ class _Run:
         }
 
 
-def _head(options: Options, machines: Machines, processor: Processor) -> Iterator[str]:
+def _head(options: SweepOptions, machines: Machines, processor: Processor) -> Iterator[str]:
     m = machines
     number, size = -(-m.ranks // m.node_size), min(m.node_size, m.ranks)
     nodes = (

@@ -18,7 +18,7 @@ from qccl.codecs.feedback import feedback_of, momentum_of
 from qccl.codecs.floats import storage
 from qccl.codecs.operations import Operations
 
-__all__ = ["Speed", "measure_speed"]
+__all__ = ["CodecSpeed", "measure_speed"]
 
 #: passes of which the fastest counts, because others can only be disturbed ones: at least, at most, and the seconds
 #: after which the least are enough, some time slices of a busy processor
@@ -26,7 +26,7 @@ _LEAST_PASSES, _MOST_PASSES, _ENOUGH_SECONDS = 5, 50, 0.02
 
 
 @dataclass(frozen=True)
-class Speed:
+class CodecSpeed:
     """A codec on one core.
 
     Attributes:
@@ -41,7 +41,7 @@ class Speed:
     spread: float = 1.0
 
 
-def measure_speed(codec: Codec, count: int) -> Speed:
+def measure_speed(codec: Codec, count: int) -> CodecSpeed:
     """Time the codec's kernels on ``count`` Gaussian values; an encoder with state updates it."""
     values, decoded = gaussian(0, 0, count, FLOAT32, seed=0), np.empty(count, np.float32)
     beta, kept_as = feedback_of(codec)
@@ -62,7 +62,7 @@ def measure_speed(codec: Codec, count: int) -> Speed:
     lost = values - codec.decode(codec.encode(values), count, FLOAT32)
     error = float(np.linalg.norm(lost) / np.linalg.norm(values))
     spread = max(median(times) / min(times) for times in (encoding, decoding))
-    return Speed((min(encoding) + kept) / count, min(decoding) / count, error, spread)
+    return CodecSpeed((min(encoding) + kept) / count, min(decoding) / count, error, spread)
 
 
 def _times(run: Callable[[], object]) -> list[float]:

@@ -17,14 +17,15 @@ from dataclasses import dataclass, replace
 
 from qccl.base.dtypes import FLOAT32
 from qccl.bench.doctor.simulated import ADD, Constants, Machines, Processor, simulated
-from qccl.bench.doctor.speed import Speed
-from qccl.bench.doctor.training import Computation
+from qccl.bench.doctor.speed import CodecSpeed
+from qccl.bench.doctor.training import StepComputation
 from qccl.bench.params import Link, codec_of
 from qccl.bench.sweep.calls import Case
 from qccl.codecs import Codec, NoCodec
 from qccl.training.grouping import grouped, sent_nbytes
 
-__all__ = ["FP16", "FP32", "Call", "Cost", "Step", "call_of", "constants_of", "cost_of", "rate_of", "step_seconds"]
+__all__ = ["FP16", "FP32", "Step", "StepCall", "StepCost", "call_of"]
+__all__ += ["constants_of", "cost_of", "rate_of", "step_seconds"]
 
 #: a step without a codec, and with 16 bits: DDP's own reduction and its hook, over gloo
 FP32, FP16 = "none", "cast"
@@ -52,7 +53,7 @@ class Step:
         delay: seconds that a packet is under way from one rank to another, beyond those in one room.
     """
 
-    computation: Computation
+    computation: StepComputation
     ranks: int
     rate: float
     processors: float = 1.0
@@ -75,7 +76,7 @@ def constants_of(processors: float) -> Constants:
 
 
 @dataclass(frozen=True)
-class Call:
+class StepCall:
     """A reduction of some gradients; all times are seconds.
 
     Attributes:
@@ -92,7 +93,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Cost:
+class StepCost:
     """A step with one codec; all times are seconds.
 
     Attributes:
@@ -114,16 +115,16 @@ class Cost:
     error: float
 
 
-def cost_of(step: Step, spec: str, speed: Speed) -> Cost:
+def cost_of(step: Step, spec: str, speed: CodecSpeed) -> StepCost:
     """The cost of a step with a codec of this speed. Raises ArgumentError for too many ranks."""
     calls = list(_of_gloo(step, spec) if spec in (FP32, FP16) else _of_groups(step, codec_of(spec), speed))
     at_the_end = [(step.computation.backward, call) for _, call in calls]
     sent, link, processor = (sum(getattr(call, name) for _, call in calls) for name in ("sent", "link", "processor"))
     alone, overlapped = step_seconds(step, at_the_end), step_seconds(step, calls)
-    return Cost(spec, sent, link, processor, alone, overlapped, speed.error)
+    return StepCost(spec, sent, link, processor, alone, overlapped, speed.error)
 
 
-def step_seconds(step: Step, calls: list[tuple[float, Call]]) -> float:
+def step_seconds(step: Step, calls: list[tuple[float, StepCall]]) -> float:
     """The time of a step with these calls; each with the seconds of the backward pass after which it may start."""
     scale = min(1.0, step.processors)
     #: the part of the trainer's time that a busy processor of a call takes
@@ -147,13 +148,13 @@ def step_seconds(step: Step, calls: list[tuple[float, Call]]) -> float:
     return max(now, end) + step.computation.optimiser / scale
 
 
-def _of_groups(step: Step, codec: Codec, speed: Speed) -> Iterator[tuple[float, Call]]:
+def _of_groups(step: Step, codec: Codec, speed: CodecSpeed) -> Iterator[tuple[float, StepCall]]:
     """The calls of qccl.torch.compress(), which begin in their order."""
     gradients, ready = step.computation.gradients[::-1], 0.0
     kinds = [
         codec if g.count >= _ENCODED_ELEMENTS and len(g.shape) >= _ENCODED_DIMENSIONS else NoCodec() for g in gradients
     ]
-    known: dict[tuple[Codec, int], Call] = {}
+    known: dict[tuple[Codec, int], StepCall] = {}
     sizes = [g.count * FLOAT32.itemsize for g in gradients]
     for group in grouped(zip(kinds, sizes, strict=True)):
         ready = max(ready, *(gradients[i].ready for i in group))
@@ -163,14 +164,14 @@ def _of_groups(step: Step, codec: Codec, speed: Speed) -> Iterator[tuple[float, 
         yield ready, known[key]
 
 
-def call_of(step: Step, codec: Codec, count: int, speed: Speed) -> Call:
+def call_of(step: Step, codec: Codec, count: int, speed: CodecSpeed) -> StepCall:
     """An all-reduce of ``count`` float32 elements by qccl."""
     scale = min(1.0, step.processors)
     machines = Machines(step.ranks, Link("", step.rate, 0), _INTRA, step.delay, processors=scale)
     processor = Processor(step.constants, {codec.spec(): (speed.encode, speed.decode)})
     found = simulated(Case(count, FLOAT32, "avg"), codec, "auto", None, machines, processor)
     timeline, sent = found.timeline, found.wire_nbytes
-    return Call(timeline.total + step.delay, step.constants.headers * sent / step.rate, timeline.busy, sent)
+    return StepCall(timeline.total + step.delay, step.constants.headers * sent / step.rate, timeline.busy, sent)
 
 
 def rate_of(seconds: float, nbytes: int, ranks: int, processors: float, delay: float) -> float:
@@ -178,16 +179,16 @@ def rate_of(seconds: float, nbytes: int, ranks: int, processors: float, delay: f
 
     The bytes take a quarter of the time at least, however long the messages are thought to take.
     """
-    byte, none = seconds / sent_nbytes(nbytes, ranks), Speed(ADD, ADD, 0.0)
+    byte, none = seconds / sent_nbytes(nbytes, ranks), CodecSpeed(ADD, ADD, 0.0)
     least = byte / 4
     for _ in range(3):  # the time of a call is nearly linear in that of a byte
-        step = Step(Computation((), 0.0, 0.0, 0.0), ranks, 1 / byte, processors, delay)
+        step = Step(StepComputation((), 0.0, 0.0, 0.0), ranks, 1 / byte, processors, delay)
         call = call_of(step, NoCodec(), nbytes // FLOAT32.itemsize, none)
         byte = max(least, byte + (seconds - call.seconds) * byte / call.link)
     return 1 / byte
 
 
-def _of_gloo(step: Step, spec: str) -> Iterator[tuple[float, Call]]:
+def _of_gloo(step: Step, spec: str) -> Iterator[tuple[float, StepCall]]:
     """The buckets of DDP, each in one all-reduce of gloo: a ring."""
     hops, itemsize = 2 * (step.ranks - 1), FLOAT32.itemsize if spec == FP32 else 2
     for bucket in sorted({g.bucket for g in step.computation.gradients}):
@@ -199,4 +200,4 @@ def _of_gloo(step: Step, spec: str) -> Iterator[tuple[float, Call]]:
         working = (working + (count * _CONVERT if spec == FP16 else 0.0)) / min(1.0, step.processors)
         chunks = max(1, count * itemsize // (_GLOO_NBYTES * step.ranks))  # the first one overlaps with nothing
         waiting = hops * (step.constants.latency + 2 * step.delay) + working / chunks
-        yield max(g.ready for g in gradients), Call(max(link, working) + waiting, link, working, sent)
+        yield max(g.ready for g in gradients), StepCall(max(link, working) + waiting, link, working, sent)

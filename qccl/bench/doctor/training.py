@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from qccl.base.dtypes import FLOAT32
 
-__all__ = ["Computation", "Gradient", "estimated"]
+__all__ = ["Gradient", "StepComputation", "estimated"]
 
 #: the part of a step in which gradients become ready, and the part after it
 _BACKWARD, _OPTIMISER = 0.55, 0.15
@@ -35,7 +35,7 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class Computation:
+class StepComputation:
     """A step of one rank alone; all times are seconds.
 
     Attributes:
@@ -54,7 +54,7 @@ class Computation:
         return self.forward + self.backward + self.optimiser
 
 
-def estimated(shapes: Sequence[tuple[int, ...]], seconds: float, bucket_nbytes: int) -> Computation:
+def estimated(shapes: Sequence[tuple[int, ...]], seconds: float, bucket_nbytes: int) -> StepComputation:
     """A step whose backward pass takes a usual part of it, and reaches the last parameter first, at an even pace."""
     backward, total = _BACKWARD * seconds, sum(map(math.prod, shapes))
     at, filled, bucket = 0, 0, 0
@@ -72,4 +72,4 @@ def estimated(shapes: Sequence[tuple[int, ...]], seconds: float, bucket_nbytes: 
         for shape, (number, _) in zip(reversed(shapes), order, strict=True)
     ]
     optimiser = _OPTIMISER * seconds
-    return Computation(tuple(reversed(gradients)), seconds - backward - optimiser, backward, optimiser)
+    return StepComputation(tuple(reversed(gradients)), seconds - backward - optimiser, backward, optimiser)

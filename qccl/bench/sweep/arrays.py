@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from qccl.communicator.communicator import Communicator
     from qccl.transports.base import DeviceTransport
 
-__all__ = ["Arrays", "CudaArrays", "Guarded", "HostArrays", "arrays_of"]
+__all__ = ["Arrays", "CudaArrays", "GuardedArray", "HostArrays", "arrays_of"]
 
 #: elements that are compared at a time
 _STRETCH = 1 << 17
@@ -158,7 +158,7 @@ def arrays_of(comm: Communicator, graph_launches: int = 0) -> Arrays:
     return HostArrays(comm) if comm.backend == "host" else CudaArrays(comm, graph_launches)
 
 
-class Guarded:
+class GuardedArray:
     """``array`` of ``count`` elements, between guard elements that no call may write."""
 
     def __init__(self, arrays: Arrays, count: int, dtype: DType) -> None:

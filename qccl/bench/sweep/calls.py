@@ -18,7 +18,7 @@ from qccl import codecs
 from qccl.base import dtypes
 from qccl.base.dtypes import DType
 from qccl.base.errors import ArgumentError, CodecError
-from qccl.bench.options import DTYPES, KINDS, Options, neighbours
+from qccl.bench.options import DTYPES, KINDS, SweepOptions, neighbours
 from qccl.bench.params import codec_of
 from qccl.bench.sweep import data, reference
 from qccl.bench.sweep.arrays import Arrays
@@ -279,7 +279,7 @@ def _equal_arrays(count: int, codec: Codec) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in pairwise(bounds))
 
 
-def cases(options: Options, size: int) -> Iterator[Case]:
+def cases(options: SweepOptions, size: int) -> Iterator[Case]:
     """All cases, ordered by type, operation and size as in nccl-tests; sizes are rounded down to whole elements."""
     kind = KINDS[options.collective]
     ops = options.ops if kind.combines else ("none",)
@@ -292,14 +292,14 @@ def cases(options: Options, size: int) -> Iterator[Case]:
         yield Case(count, dtype, op, options.collective, root)
 
 
-def parameters(options: Options, node_ids: Sequence[int]) -> dict[str, Any]:
+def parameters(options: SweepOptions, node_ids: Sequence[int]) -> dict[str, Any]:
     """The parameters besides op, root and algorithm; ``node_ids`` is used without --nodes."""
     o = options
     nodes = node_ids if o.nodes is None else [rank % o.nodes for rank in range(len(node_ids))]
     return {"layout": o.layout, "intra": o.intra, "inter": o.inter, "node_ids": nodes}
 
 
-def check_calls(options: Options, size: int) -> None:
+def check_calls(options: SweepOptions, size: int) -> None:
     """Raise ArgumentError or CodecError if a call of the run is impossible on ``size`` ranks."""
     every = parameters(options, [0] * size)
     for case, spec in itertools.product(cases(options, size), options.codecs):

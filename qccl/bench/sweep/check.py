@@ -22,7 +22,7 @@ from qccl.collectives.partitions import partition
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from qccl.bench.sweep.arrays import Guarded
+    from qccl.bench.sweep.arrays import GuardedArray
     from qccl.bench.sweep.calls import QuantizedCall
     from qccl.communicator.communicator import Communicator
 
@@ -35,7 +35,7 @@ _STRETCH = 1 << 17
 
 
 def check(
-    comm: Communicator, call: AnyCall, run: Callable[[], object], x: Guarded, out: Guarded, checks: int
+    comm: Communicator, call: AnyCall, run: Callable[[], object], x: GuardedArray, out: GuardedArray, checks: int
 ) -> tuple[int | None, float | None]:
     """Collective: the number of wrong elements and the relative L2 error of ``checks`` calls on different values.
 
@@ -107,7 +107,7 @@ def stretches_of(call: AnyCall, longest: int = _STRETCH) -> Iterator[tuple[int, 
             yield shard, arrays[part.array] + part.start, arrays[part.array] + part.stop, part.index
 
 
-class _Part(NamedTuple):
+class _CheckedPart(NamedTuple):
     """Elements ``start`` to ``stop`` of a result come from elements ``first`` and on of the inputs of ``ranks``.
 
     ``owner`` has combined them; ``key`` is the number of the first one in random keys.
@@ -144,7 +144,7 @@ def compare_parts(
         yield _sums_of(_differ(found, expected), error, exact)
 
 
-def _parts(call: QuantizedCall, rank: int, size: int) -> Iterator[_Part]:
+def _parts(call: QuantizedCall, rank: int, size: int) -> Iterator[_CheckedPart]:
     """The output of ``rank``, for collectives other than the all-reduces, split at bucket boundaries."""
     count, root, codec, every = call.case.count, call.case.root, call.codec, range(size)
     each = count // size
@@ -152,24 +152,24 @@ def _parts(call: QuantizedCall, rank: int, size: int) -> Iterator[_Part]:
     match call.case.kind:
         case "reduce":
             parts = stretches_of(call) if rank == root else ()
-            yield from (_Part(start, stop, every, start, shard, index) for shard, start, stop, index in parts)
+            yield from (_CheckedPart(start, stop, every, start, shard, index) for shard, start, stop, index in parts)
             return
         case "reduce_scatter":
-            whole = [_Part(0, each, every, rank * each, rank, rank * keys)]
+            whole = [_CheckedPart(0, each, every, rank * each, rank, rank * keys)]
         case "all_gather":
-            whole = [_Part(r * each, (r + 1) * each, range(r, r + 1), 0, r, r * keys) for r in every]
+            whole = [_CheckedPart(r * each, (r + 1) * each, range(r, r + 1), 0, r, r * keys) for r in every]
         case "all_to_all":
-            whole = [_Part(r * each, (r + 1) * each, range(r, r + 1), rank * each, r, 0) for r in every]
+            whole = [_CheckedPart(r * each, (r + 1) * each, range(r, r + 1), rank * each, r, 0) for r in every]
         case "broadcast":
-            whole = [_Part(0, count, range(root, root + 1), 0, root, 0)]
+            whole = [_CheckedPart(0, count, range(root, root + 1), 0, root, 0)]
         case _:  # peer_exchange
             sources = enumerate((rank, *neighbours(rank, size)))
-            whole = [_Part(i * count, (i + 1) * count, range(r, r + 1), 0, r, 0) for i, r in sources]
+            whole = [_CheckedPart(i * count, (i + 1) * count, range(r, r + 1), 0, r, 0) for i, r in sources]
     step = max(codec.granule, _STRETCH // codec.granule * codec.granule) if codec.splittable else 1 << 62
     for part in whole:
         for at in range(0, part.stop - part.start, step):
             start, stop = part.start + at, min(part.start + at + step, part.stop)
-            yield _Part(start, stop, part.ranks, part.first + at, part.owner, part.key + at)
+            yield _CheckedPart(start, stop, part.ranks, part.first + at, part.owner, part.key + at)
 
 
 def _values(call: AnyCall, ranks: range, start: int, stop: int, seed: int) -> list[NDArray[np.float32]]:

@@ -12,7 +12,7 @@ import click
 from qccl.base.errors import ArgumentError, CodecError
 from qccl.bench.lab.lab import obstacle
 from qccl.bench.lab.network import NETWORK_FLAGS, network_of
-from qccl.bench.options import DTYPES, KINDS, OPS, Options, columns_help
+from qccl.bench.options import DTYPES, KINDS, OPS, SweepOptions, columns_help
 from qccl.bench.params import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -91,7 +91,7 @@ def command(name: str) -> click.Command:
 
     def run(ctx: click.Context, /, ranks: int | None, **given: Any) -> None:
         network = network_of(given)
-        options = Options(args=("qccl-bench", *sys.argv[1:]), collective=name, network=network, **given)
+        options = SweepOptions(args=("qccl-bench", *sys.argv[1:]), collective=name, network=network, **given)
         _check(options)
         ctx.exit(exit_status(lambda: _run(ranks, options)))
 
@@ -119,7 +119,7 @@ def command(name: str) -> click.Command:
     return decorated
 
 
-def _run(ranks: int | None, options: Options) -> int:
+def _run(ranks: int | None, options: SweepOptions) -> int:
     """Start the ranks, or run as one of a launcher's ranks; returns the exit status."""
     launcher = detect()
     wants_own = ranks or options.network.flag or options.transport == "loopback"
@@ -128,7 +128,7 @@ def _run(ranks: int | None, options: Options) -> int:
     return _join(launcher, ranks, options)
 
 
-def _check(options: Options) -> None:
+def _check(options: SweepOptions) -> None:
     """Raise UsageError for options that contradict each other."""
     o = options
     check_sizes(o)
@@ -153,7 +153,7 @@ def _check(options: Options) -> None:
         raise click.UsageError(f"{lab}: {reason}")
 
 
-def check_sizes(options: Options) -> None:
+def check_sizes(options: SweepOptions) -> None:
     """Raise UsageError for sizes that have no end, or are none."""
     o = options
     if o.maxbytes < o.minbytes:
@@ -164,7 +164,7 @@ def check_sizes(options: Options) -> None:
         raise click.UsageError("-f never gets from -b 0 to -e; start at 1 or more, or give -i")
 
 
-def _check_calls(options: Options, size: int) -> None:
+def _check_calls(options: SweepOptions, size: int) -> None:
     """Raise UsageError if a call of the run is impossible on ``size`` ranks."""
     try:
         check_calls(options, size)
@@ -172,7 +172,7 @@ def _check_calls(options: Options, size: int) -> None:
         raise click.UsageError(str(error)) from error
 
 
-def _start(ranks: int, options: Options) -> int:
+def _start(ranks: int, options: SweepOptions) -> int:
     """Start the ranks, of which rank 0 shows the table; returns the exit status."""
     o, flag = options, options.network.flag
     if flag and ranks == 1:
@@ -190,7 +190,7 @@ def _start(ranks: int, options: Options) -> int:
         return run_ranks(ranks, command, way=way, lab=lab, smallest=o.minbytes)
 
 
-def _join(launcher: Launcher, ranks: int | None, options: Options) -> int:
+def _join(launcher: Launcher, ranks: int | None, options: SweepOptions) -> int:
     """Run as one of the launcher's ranks; returns the exit status."""
     from qccl.bench.sweep.worker import run_rank
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from qccl.bench.options import KINDS
-from qccl.bench.sweep.arrays import Arrays, Guarded, arrays_of
+from qccl.bench.sweep.arrays import Arrays, GuardedArray, arrays_of
 from qccl.bench.sweep.calls import Case, PlainCall, QuantizedCall
 from qccl.bench.sweep.check import check
 
@@ -132,7 +132,7 @@ def measure(
     bench = _Bench(comm, counts, arrays_of(comm) if arrays is None else arrays, meter)
     given, taken = calls[0].counts(comm)
     dtype = calls[0].case.dtype
-    x, y = Guarded(bench.arrays, given, dtype), Guarded(bench.arrays, taken, dtype)
+    x, y = GuardedArray(bench.arrays, given, dtype), GuardedArray(bench.arrays, taken, dtype)
     outs = (y, x) if KINDS[calls[0].case.kind].is_allreduce else (y,)
     sides = [bench.measure_mode(calls, x, out) for out in outs]
     return [
@@ -150,7 +150,7 @@ class _Bench:
     arrays: Arrays
     meter: Callable[[], int] | None
 
-    def measure_mode(self, calls: Calls, x: Guarded, out: Guarded) -> list[Side]:
+    def measure_mode(self, calls: Calls, x: GuardedArray, out: GuardedArray) -> list[Side]:
         """Check all calls from ``x`` to ``out``, and then time them in turn."""
         checked, timed = [], []
         for call in calls:
@@ -163,7 +163,7 @@ class _Bench:
                 self._take_turn(mine, x, n)
         return [self._side(mine, wrong, error) for mine, (wrong, error) in zip(timed, checked, strict=True)]
 
-    def _take_turn(self, timed: _Timed, x: Guarded, n: int) -> None:
+    def _take_turn(self, timed: _Timed, x: GuardedArray, n: int) -> None:
         """Time ``n`` calls back to back, right after warm-up calls that bring the ranks in step.
 
         A sum in place grows with every call. Before it overflows, the timing pauses while the values are set again.

@@ -11,19 +11,19 @@ from typing import Any
 from qccl.base import __version__
 from qccl.base.machine_name import machine_name
 from qccl.bench.lab.namespaces import congestion_control
-from qccl.bench.options import NCCL_NAMES, Options
+from qccl.bench.options import NCCL_NAMES, SweepOptions
 from qccl.bench.params import Link
 from qccl.bench.sweep import table
 from qccl.bench.sweep.measure import Row, Side
 
-__all__ = ["Device", "Report"]
+__all__ = ["RankDevice", "Report"]
 
 #: only variables that affect speed are recorded; others may be private
 _PREFIXES = ("FI_", "MPICH_", "MPIR_", "NCCL_", "OMPI_MCA_", "OMP_", "PMIX_MCA_", "QCCL_", "UCX_")
 
 
 @dataclass(frozen=True)
-class Device:
+class RankDevice:
     """The device of a rank; ``device`` and ``device_hex`` are a GPU's number and PCI address (host: -1 and "")."""
 
     rank: int
@@ -34,7 +34,7 @@ class Device:
     device_hex: str = ""
 
     @classmethod
-    def of_this_process(cls, rank: int, info: str, device: int = -1, bus: str = "") -> Device:
+    def of_this_process(cls, rank: int, info: str, device: int = -1, bus: str = "") -> RankDevice:
         """The device of the calling rank; ``info`` names it."""
         return cls(rank, os.getpid(), machine_name(), info, device, bus)
 
@@ -51,7 +51,7 @@ class Report:
     """
 
     def __init__(
-        self, options: Options, devices: Sequence[Device], transport: str, plain: str, link: Link | None
+        self, options: SweepOptions, devices: Sequence[RankDevice], transport: str, plain: str, link: Link | None
     ) -> None:
         self._options, self._link = options, link
         self.devices, self.transport, self.plain = devices, transport, plain

@@ -16,7 +16,7 @@ from qccl.base.errors import QcclError
 from qccl.base.trace import TraceEvent, write_trace
 from qccl.bench.lab.lab import shaped_nbytes
 from qccl.bench.lab.namespaces import congestion_control
-from qccl.bench.options import KINDS, Options
+from qccl.bench.options import KINDS, SweepOptions
 from qccl.bench.params import codec_of, write_json
 from qccl.bench.sweep import table
 from qccl.bench.sweep.arrays import Arrays, arrays_of
@@ -24,7 +24,7 @@ from qccl.bench.sweep.calls import Case, PlainCall, QuantizedCall, Wiring, cases
 from qccl.bench.sweep.data import gaussian
 from qccl.bench.sweep.measure import Counts, measure
 from qccl.bench.sweep.plain import baseline
-from qccl.bench.sweep.report import Device, Report
+from qccl.bench.sweep.report import RankDevice, Report
 from qccl.codecs import Codec, NoCodec
 from qccl.engine.cuda.libraries import nccl_version
 from qccl.transports import ucx
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Sweep"]
 
-#: explanations of Options.timed in the head of the table
+#: explanations of SweepOptions.timed in the head of the table
 _TIMED = {
     "method": "the communicator's method, as programs call it",
     "plan": "start and wait of a plan that was bound once",
@@ -48,7 +48,7 @@ class Sweep:
     On rank 0 ``emit`` gets the lines of the table.
     """
 
-    def __init__(self, comm: Communicator, options: Options, emit: Callable[[str], None]) -> None:
+    def __init__(self, comm: Communicator, options: SweepOptions, emit: Callable[[str], None]) -> None:
         self._comm, self._options = comm, options
         self._emit = emit if comm.rank == 0 else _silent
         self._network = options.network
@@ -187,9 +187,9 @@ def _silent(line: str) -> None:
     pass
 
 
-def _devices(comm: Communicator, arrays: Arrays) -> list[Device]:
-    mine = Device.of_this_process(comm.rank, *arrays.device())
-    return [Device(**json.loads(item)) for item in comm.allgather(json.dumps(asdict(mine)).encode())]
+def _devices(comm: Communicator, arrays: Arrays) -> list[RankDevice]:
+    mine = RankDevice.of_this_process(comm.rank, *arrays.device())
+    return [RankDevice(**json.loads(item)) for item in comm.allgather(json.dumps(asdict(mine)).encode())]
 
 
 def _library(name: str) -> str:

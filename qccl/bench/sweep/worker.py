@@ -9,7 +9,7 @@ import os
 import sys
 
 from qccl.base.errors import ArgumentError, CodecError, PeerLost, QcclError
-from qccl.bench.options import Options
+from qccl.bench.options import SweepOptions
 from qccl.bench.start.launched import let_rank_0_speak
 from qccl.bench.sweep.plain import load_mpi
 from qccl.bench.sweep.sweep import Sweep
@@ -20,7 +20,7 @@ from qccl.meeting.launchers import detect
 __all__ = ["run_rank"]
 
 
-def run_rank(options: Options) -> int:
+def run_rank(options: SweepOptions) -> int:
     """Collective: measure as one rank; returns the exit status.
 
     Rank 0 alone reports the loss of another rank, unless that rank has reported its own error.
@@ -41,7 +41,7 @@ def run_rank(options: Options) -> int:
     return 1
 
 
-def _run_threads(ranks: int, options: Options) -> int:
+def _run_threads(ranks: int, options: SweepOptions) -> int:
     """Measure as ``ranks`` threads of this process; returns the exit status."""
     try:
         found = run_ranks(ranks, lambda comm: Sweep(comm, options, _show).run(), timeout=options.timeout)
@@ -64,5 +64,5 @@ def _report(rank: int, error: Exception) -> None:
 
 
 if __name__ == "__main__":
-    given = Options.from_json(sys.argv[1])
+    given = SweepOptions.from_json(sys.argv[1])
     sys.exit(run_rank(given) if len(sys.argv) == 2 else _run_threads(int(sys.argv[2]), given))

@@ -3,14 +3,15 @@
 The verifier asks whether every event of the graph can happen, the simulator when it does. The events are:
 
 - a ``Computation``: a compute operation of one rank;
-- a ``Rendezvous``: a send of one rank and the matching receive of another. Neither ends before both have begun, which
-  is the least that MPI and NCCL promise;
+- a ``MatchedTransfer``: a send of one rank and the matching receive of another. Neither ends before both have begun,
+  which is the least that MPI and NCCL promise;
 - a ``Departure``: a send whose bytes the transport has copied, so that the sender needs no receiver to go on;
 - a ``Gate``: the opening or closing of an Exchange on one rank, if an engine runs the Exchange as one NCCL group.
 
 **MPI's rules**: each transfer and each compute operation starts when the operations that it depends on have completed.
-**Eager rules** are MPI's, but a send ends with its Departure; the Rendezvous is then the receive alone. UCX does so
-with messages of up to 256 KiB over TCP. This is more than MPI promises, so the simulator uses it, and the verifier not.
+**Eager rules** are MPI's, but a send ends with its Departure; the MatchedTransfer is then the receive alone. UCX does
+so with messages of up to 256 KiB over TCP. This is more than MPI promises, so the simulator uses it, and the verifier
+does not.
 **NCCL's rules**: each queue of a rank runs in order. An Exchange is one NCCL group: it opens when the previous
 operation of the communication queue has closed, its transfers progress independently, and it closes when all have
 ended.
@@ -31,7 +32,8 @@ from typing import Literal
 
 from qccl.collectives.schedule import Exchange, Queue, Schedule, Span, Task, VerificationError, dependencies, tasks
 
-__all__ = ["Computation", "Departure", "Ensemble", "Event", "EventGraph", "Gate", "Rendezvous", "Rules", "in_order"]
+__all__ = ["Computation", "Departure", "Ensemble", "Event", "EventGraph"]
+__all__ += ["Gate", "MatchedTransfer", "Rules", "in_order"]
 
 Rules = Literal["mpi", "eager", "nccl"]
 
@@ -45,7 +47,7 @@ class Computation:
 
 
 @dataclass(frozen=True, slots=True)
-class Rendezvous:
+class MatchedTransfer:
     """The bytes of ``sent`` on rank ``source`` go to ``received`` on rank ``target``."""
 
     source: int
@@ -58,7 +60,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """The bytes of the Rendezvous with the number ``transfer`` leave rank ``rank``."""
+    """The bytes of the MatchedTransfer with the number ``transfer`` leave rank ``rank``."""
 
     rank: int
     op_index: int
@@ -74,7 +76,7 @@ class Gate:
     opens: bool
 
 
-Event = Computation | Rendezvous | Departure | Gate
+Event = Computation | MatchedTransfer | Departure | Gate
 
 
 class EventGraph:
@@ -116,9 +118,9 @@ def in_order(graph: EventGraph) -> tuple[list[int], list[int]]:
 
 
 def _position(event: Event) -> int:
-    """The position of an event in the programs; for a Rendezvous, the later of its two positions."""
+    """The position of an event in the programs; for a MatchedTransfer, the later of its two positions."""
     match event:
-        case Rendezvous():
+        case MatchedTransfer():
             return max(event.send_op, event.recv_op)
         case _:
             return event.op_index
@@ -134,7 +136,7 @@ class Ensemble:
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         self._schedules = schedules
         #: the first events of every graph
-        self._transfers: list[Rendezvous] = []
+        self._transfers: list[MatchedTransfer] = []
         self._local = [_Local(schedule) for schedule in schedules]
         self._match_transfers()
 
@@ -165,7 +167,7 @@ class Ensemble:
                 _check_match(source, target, i, send, recv)
                 sent.append(len(self._transfers))
                 received.append(len(self._transfers))
-                self._transfers.append(Rendezvous(source, target, send[0], recv[0], send[1], recv[1]))
+                self._transfers.append(MatchedTransfer(source, target, send[0], recv[0], send[1], recv[1]))
 
     def _received(self, source: int, target: int) -> list[int]:
         """The transfers from a representative to any rank, at the representative of that rank."""

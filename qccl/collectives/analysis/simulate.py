@@ -19,7 +19,7 @@ from itertools import count
 
 from qccl.base.trace import TraceEvent
 from qccl.codecs.base import Codec
-from qccl.collectives.analysis.events import Computation, Departure, Ensemble, Gate, Rendezvous, Rules
+from qccl.collectives.analysis.events import Computation, Departure, Ensemble, Gate, MatchedTransfer, Rules
 from qccl.collectives.schedule import Commit, Decode, Encode, Exchange, Op, Reduce, Schedule, Span, VerificationError
 
 __all__ = ["Costs", "Timeline", "simulate"]
@@ -81,7 +81,7 @@ def simulate(schedules: Sequence[Schedule], costs: Costs | None = None, *, rules
     They are those of all ranks, or of the first node's where all nodes do the same. Schedules that do not match, or
     deadlock, raise VerificationError.
     """
-    run = _Run(schedules, costs or Costs(), rules)
+    run = _Simulation(schedules, costs or Costs(), rules)
     total = run.to_end()
     return Timeline(tuple(run.trace), total, max(run.busy, default=0.0))
 
@@ -111,7 +111,7 @@ class _Processor:
     busy: bool = False
 
 
-class _Run:
+class _Simulation:
     """The state of a simulation: what processors and links do, and the times of events."""
 
     def __init__(self, schedules: Sequence[Schedule], costs: Costs, rules: Rules) -> None:
@@ -157,9 +157,9 @@ class _Run:
                 self._offer(event.rank, _COMPUTE, event.op_index, number)
             case Departure():
                 self._offer(event.rank, _SEND, self._order(event.transfer), number)
-            case Rendezvous() if number in self._departures:  # an eager message that is there
+            case MatchedTransfer() if number in self._departures:  # an eager message that is there
                 self._offer(event.target % len(self._schedules), _RECEIVE, self._order(number), number)
-            case Rendezvous():
+            case MatchedTransfer():
                 self._offer(event.source, _SEND, self._order(number), number)
             case Gate():
                 self._done(number)
@@ -265,12 +265,12 @@ class _Run:
         event, size = self._transfer(number), self._schedules[0].size
         return event.send_op * size + (event.target - event.source) % size
 
-    def _transfer(self, number: int) -> Rendezvous:
+    def _transfer(self, number: int) -> MatchedTransfer:
         event = self._graph.events[number]
-        assert isinstance(event, Rendezvous)
+        assert isinstance(event, MatchedTransfer)
         return event
 
-    def _is_far(self, event: Rendezvous) -> bool:
+    def _is_far(self, event: MatchedTransfer) -> bool:
         size = self._costs.node_size
         return event.source // size != event.target // size
 
@@ -335,7 +335,7 @@ class _Run:
         args = {"operation": event.op_index}
         self.trace.append(TraceEvent(event.rank, "compute", label, self._now, self._now + seconds, args))
 
-    def _record_transfer(self, number: int, event: Rendezvous, sent: float, comes: float, arrived: float) -> None:
+    def _record_transfer(self, number: int, event: MatchedTransfer, sent: float, comes: float, arrived: float) -> None:
         shift = event.target - event.target % len(self._schedules)
         target, source = event.target - shift, (event.source - shift) % self._schedules[0].size
         args: dict[str, int | str] = {"bytes": len(event.sent), "message": number}

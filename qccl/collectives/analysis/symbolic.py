@@ -15,7 +15,7 @@ from typing import NoReturn
 from qccl.base.dtypes import DType
 from qccl.base.intervals import IntervalMap
 from qccl.codecs.base import Codec
-from qccl.collectives.analysis.events import Computation, Event, Rendezvous
+from qccl.collectives.analysis.events import Computation, Event, MatchedTransfer
 from qccl.collectives.schedule import (
     Commit,
     Decode,
@@ -156,7 +156,7 @@ class Contents:
         match event:
             case Computation():
                 _Operation(self, event.rank, event.op_index).compute()
-            case Rendezvous():
+            case MatchedTransfer():
                 target, shift = event.received, event.received.start - event.sent.start
                 for run in _Operation(self, event.source, event.send_op).read(event.sent, padded=True):
                     span = Span(target.buffer, run.start + shift, run.stop + shift)

@@ -39,7 +39,7 @@ from qccl.collectives.analysis.events import (
     Event,
     EventGraph,
     Gate,
-    Rendezvous,
+    MatchedTransfer,
     Rules,
     in_order,
 )
@@ -117,13 +117,13 @@ def _location(cycle: Sequence[Event]) -> tuple[int, int]:
         if isinstance(event, Computation | Gate):
             return event.rank, event.op_index
     first = cycle[0]
-    assert isinstance(first, Rendezvous)
+    assert isinstance(first, MatchedTransfer)
     return first.source, first.send_op
 
 
 def _described(schedules: Sequence[Schedule], event: Event) -> str:
     match event:
-        case Rendezvous():
+        case MatchedTransfer():
             return f"the transfer from rank {event.source} (op {event.send_op}) to {event.target} (op {event.recv_op})"
         case Gate():
             return f"the {'start' if event.opens else 'end'} of {_named(schedules, event.rank, event.op_index)}"

@@ -35,7 +35,7 @@ from qccl.collectives.schedule import Queue, Schedule
 from qccl.engine.base import Bound, Progress, Request
 from qccl.engine.call_numbers import Numbers
 from qccl.engine.checks import check_addresses
-from qccl.engine.control import Header, Kind
+from qccl.engine.control import ControlKind, Header
 from qccl.engine.cuda import source as cuda_source
 from qccl.engine.cuda.consistency import Consistency
 from qccl.engine.cuda.device import Device, DeviceState
@@ -118,7 +118,7 @@ class CudaEngine:
         """Put a run on its streams; see engine.base.Engine."""
         streams, numbers = tuple(streams) or (0,), self.numbers
         captured, trace, progress = self.device.is_capturing(streams[0]), request.trace, request.progress
-        header = Header(Kind.CALL, numbers.sequence, bound.text, bound.pairs)
+        header = Header(ControlKind.CALL, numbers.sequence, bound.text, bound.pairs)
         if captured and progress is Progress.SYNCHRONOUS:
             raise ArgumentError(
                 f'nonfinite="error" waits for the result of {header.call_text}, and a call in a stream capture has '
@@ -176,7 +176,7 @@ class CudaEngine:
         self.end.check()
         sequence, call = self.numbers.take()
         self.numbers.go_back(call)
-        header = Header(Kind.CALL, sequence, text)
+        header = Header(ControlKind.CALL, sequence, text)
         waiting = self._log_waiting(header)
         if refused := self._consistency.compare(header, self.timeout):
             raise EngineError(refused)
@@ -185,7 +185,7 @@ class CudaEngine:
     def check_consistent(self, text: str, pairs: tuple[str, ...], refusal: str = "", *, again: bool = False) -> str:
         """Collective until the ranks have agreed on a text; see engine.base.Engine."""
         self.end.check()
-        header = Header(Kind.CALL, self.numbers.sequence, text, pairs)
+        header = Header(ControlKind.CALL, self.numbers.sequence, text, pairs)
         self._log_waiting(header)
         compare = self._consistency.compare if again else self._consistency.compare_once
         refused = compare(header, self.timeout, refusal)

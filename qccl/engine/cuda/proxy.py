@@ -23,7 +23,7 @@ from qccl.base.errors import CollectiveTimeout, EngineError, QcclError, gave_up
 from qccl.engine.progress import ProgressThread
 from qccl.transports.base import Transport
 
-__all__ = ["HostProxy", "Message", "TransferBatch"]
+__all__ = ["HostProxy", "ProxyMessage", "TransferBatch"]
 
 #: how long a failing rank waits for the proxy's thread to release the transport
 _GRACE_SECONDS = 1.0
@@ -39,7 +39,7 @@ def reached(flag: int, number: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Message:
+class ProxyMessage:
     """A message that is sent or received in each run of a program.
 
     Attributes:
@@ -70,7 +70,7 @@ class TransferBatch:
 
     def __init__(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ProxyMessage],
         flags: memoryview,
         number: int,
         *,
@@ -84,7 +84,7 @@ class TransferBatch:
         self.call_text, self.deadline, self.kept = call_text, deadline, kept
         self.left = len(messages)
 
-    def may_start(self, message: Message) -> bool:
+    def may_start(self, message: ProxyMessage) -> bool:
         """Whether all flags that the message waits for have been reached."""
         return all(reached(self.flags[flag], self.number - back) for flag, back in message.gates)
 
@@ -109,7 +109,7 @@ class HostProxy:
         self._turn = threading.Lock()  # held while the transport is used
         self._state = threading.Lock()  # guards the attributes below; never held while anything blocks
         self._batches: list[TransferBatch] = []
-        self._waiting: dict[bool, deque[tuple[TransferBatch, Message]]] = {True: deque(), False: deque()}
+        self._waiting: dict[bool, deque[tuple[TransferBatch, ProxyMessage]]] = {True: deque(), False: deque()}
         self._ended: str | None = None
         self._progress_thread = ProgressThread(self)
 
@@ -189,7 +189,7 @@ class HostProxy:
             )
         return False
 
-    def _start(self, waiting: deque[tuple[TransferBatch, Message]]) -> int:
+    def _start(self, waiting: deque[tuple[TransferBatch, ProxyMessage]]) -> int:
         """Post the messages of one direction whose gates are open, in their order; how many."""
         started = 0
         while waiting and waiting[0][0].may_start(waiting[0][1]):
@@ -199,7 +199,7 @@ class HostProxy:
             started += 1
         return started
 
-    def _finish(self, batch: TransferBatch, message: Message) -> None:
+    def _finish(self, batch: TransferBatch, message: ProxyMessage) -> None:
         """Set the flag of a message that has ended."""
         batch.flags[message.done] = batch.number % (1 << 32)
         batch.left -= 1

@@ -19,7 +19,7 @@ from qccl.base.deadline import Deadline
 from qccl.base.errors import EngineError
 from qccl.collectives.schedule import Exchange, Queue, Schedule, Span, Task, Transfer, dependencies
 from qccl.engine.cuda.libraries import DEVICE_TO_HOST, HOST_TO_DEVICE, check_status, cuda_libraries
-from qccl.engine.cuda.proxy import HostProxy, Message, TransferBatch
+from qccl.engine.cuda.proxy import HostProxy, ProxyMessage, TransferBatch
 from qccl.engine.cuda.streams import StreamTask
 from qccl.transports.base import Call
 
@@ -122,14 +122,14 @@ class Staging:
             for key, before in zip(keys, found, strict=True)
         }
 
-    def _messages_of(self, task: int) -> Iterator[Message]:
+    def _messages_of(self, task: int) -> Iterator[ProxyMessage]:
         is_send = self._queues[task] is Queue.OUT
         for number, copied in enumerate(self._copies[task]):
             address, nbytes = self._host_address(task, copied.span), len(copied.span)
             before = [(copied, 0)] if is_send else self._before[task, number]
             gates = tuple((each.flag, back) for each, back in before)
             for transfer, flag in copied.transfers:
-                yield Message(transfer.peer, is_send, address, nbytes, gates, flag)
+                yield ProxyMessage(transfer.peer, is_send, address, nbytes, gates, flag)
 
     def _host_address(self, task: int, span: Span) -> int:
         """The address in pinned memory."""

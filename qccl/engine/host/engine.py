@@ -30,10 +30,10 @@ from qccl.collectives.schedule import Schedule
 from qccl.engine.base import Bound, Progress, Request
 from qccl.engine.call_numbers import Numbers
 from qccl.engine.checks import check_addresses
-from qccl.engine.control import CALL, Block, Header, Kind
+from qccl.engine.control import CALL, Block, ControlKind, Header
 from qccl.engine.end import End
-from qccl.engine.host.execution import Execution
-from qccl.engine.host.program import Program
+from qccl.engine.host.execution import HostExecution
+from qccl.engine.host.program import HostProgram
 from qccl.engine.host.records import records
 from qccl.engine.host.shutdown import Shutdown, leave
 from qccl.engine.progress import ProgressThread
@@ -82,24 +82,24 @@ class HostEngine:
         self.detached = 0
         self._lock = threading.RLock()  # held by the thread that drives; guards the attributes below
         self._progress_thread = ProgressThread(self) if transport.is_threaded else None
-        self._active: dict[int, Execution] = {}  # by sequence number, in the order of their calls
-        self._queue: deque[Execution] = deque()
+        self._active: dict[int, HostExecution] = {}  # by sequence number, in the order of their calls
+        self._queue: deque[HostExecution] = deque()
         #: for runs that begin when no other is under way, and that their callers wait for in start(): none outlives it
-        self._spare = Execution(self)
-        self._over: list[Execution] = []  # ended or failed, with functions to call once the lock is released
+        self._spare = HostExecution(self)
+        self._over: list[HostExecution] = []  # ended or failed, with functions to call once the lock is released
         wire = transport.wire or _host.PythonWire(transport)
         self._loop = _host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL)
         self._shutdown = Shutdown(self._loop)
         self._left = self._shutdown.left
-        self._barrier: Program | None = None
+        self._barrier: HostProgram | None = None
         transport.progress_hook, transport.engine = self.step, self
         _live.add(self)
 
-    def compile(self, schedule: Schedule, counted: Counted | None = None) -> Program:
+    def compile(self, schedule: Schedule, counted: Counted | None = None) -> HostProgram:
         """Prepare a schedule of this rank. Raises EngineError for what this engine cannot run."""
         transport = self._transport
         schedule.check_rank(transport.rank, transport.size)
-        return Program(schedule, self.threads, transport.eager_nbytes, transport.sends_ahead, counted)
+        return HostProgram(schedule, self.threads, transport.eager_nbytes, transport.sends_ahead, counted)
 
     def persistent(self, nbytes: int) -> Block:
         """Allocate memory that keeps its contents from run to run."""
@@ -111,8 +111,8 @@ class HostEngine:
         return not self._under_way()
 
     def start(
-        self, program: Program, bound: Bound, request: Request, kept: object = None, streams: Sequence[int] = ()
-    ) -> Execution:
+        self, program: HostProgram, bound: Bound, request: Request, kept: object = None, streams: Sequence[int] = ()
+    ) -> HostExecution:
         """Begin a run, or queue it behind others, and wait for it if the caller waits; see engine.base.Engine.
 
         With an idle engine and a waiting caller this is one turn of the native loop. In a burst of calls, each advances
@@ -128,7 +128,7 @@ class HostEngine:
             if bound.addresses is not program.addresses:
                 check_addresses(bound.addresses, program.callers)
             is_alone = not self._active
-            execution = self._spare if waits and is_alone else Execution(self)
+            execution = self._spare if waits and is_alone else HostExecution(self)
             execution.program, execution.bound, execution.request, execution.kept = program, bound, request, kept
             execution.timeout = self.timeout if timeout is None else timeout
             execution.done = execution.begun = False
@@ -235,7 +235,7 @@ class HostEngine:
         self._end_progress_thread()
         self.end.fail(error)
         self.end.has_left = True
-        self._shutdown.tell(Kind.CLOSE, str(error))
+        self._shutdown.tell(ControlKind.CLOSE, str(error))
         self._shutdown.flush()
         _live.discard(self)
 
@@ -264,7 +264,7 @@ class HostEngine:
                 if not self._shutdown.close(text, timeout, self._on_control):
                     keep(self)  # the others are busy elsewhere, which is no failure
             except BaseException as error:  # of another rank, or of the program; nobody waits for this rank any more
-                self._shutdown.tell(Kind.ABORT, failure_text(self.rank, error))
+                self._shutdown.tell(ControlKind.ABORT, failure_text(self.rank, error))
                 self._shutdown.flush()
                 self._transport.abort(str(error))
                 if not isinstance(error, QcclError):
@@ -285,7 +285,7 @@ class HostEngine:
         finally:
             self._release()
 
-    def run(self, execution: Execution, limit: float = math.inf) -> None:
+    def run(self, execution: HostExecution, limit: float = math.inf) -> None:
         """Advance everything until ``execution`` is done, or time.monotonic() has reached ``limit``."""
         while not execution.done and (limit == math.inf or time.monotonic() < limit):
             if not self._lock.acquire(False):
@@ -332,7 +332,7 @@ class HostEngine:
 
     # -- driving the loop --------------------------------------------------------------------------------------------
 
-    def _under_way(self) -> list[Execution]:
+    def _under_way(self) -> list[HostExecution]:
         """The runs under way. Without the lock, one that is being taken from the queue would be missing."""
         self._take_turn()
         try:
@@ -404,7 +404,7 @@ class HostEngine:
             if execution.detached:
                 self.detached -= 1
 
-    def _may_begin(self, execution: Execution) -> bool:
+    def _may_begin(self, execution: HostExecution) -> bool:
         """Whether its program is free, its tags differ from those under way, and no memory is shared and written."""
         active, program = self._active, execution.program
         if program.running or (active and execution.sequence - next(iter(active)) >= _host.RUNS_IN_FLIGHT):
@@ -415,7 +415,7 @@ class HostEngine:
                 return False
         return True
 
-    def _begin(self, execution: Execution, waits: bool) -> _host.Outcome:
+    def _begin(self, execution: HostExecution, waits: bool) -> _host.Outcome:
         """Begin a run of a program that is free; see Loop.start()."""
         program, request, bound = execution.program, execution.request, execution.bound
         if bound.addresses is not program.addresses:
@@ -449,21 +449,21 @@ class HostEngine:
         with its text. If it left, raises PeerLost if a run under way lacks its header.
         """
         header = Header.unpack(message, peer)
-        if header.kind is Kind.CALL:
+        if header.kind is ControlKind.CALL:
             raise self._active[header.sequence].header_mismatch(peer, message)
         self._left[peer] = header.text
-        if header.kind is not Kind.CLOSE:
-            raise (MismatchError if header.kind is Kind.MISMATCH else PeerLost)(header.text)
+        if header.kind is not ControlKind.CLOSE:
+            raise (MismatchError if header.kind is ControlKind.MISMATCH else PeerLost)(header.text)
         for execution in self._active.values():
             self._check_present(execution)
 
-    def _check_present(self, execution: Execution) -> None:
+    def _check_present(self, execution: HostExecution) -> None:
         """Raise PeerLost if a rank that left has not sent its header for this run."""
         absent = sorted(self._left.keys() & set(execution.missing_ranks()))
         if absent and not execution.done:
             raise PeerLost(f"{self._left[absent[0]]}, and rank {self.rank} called {execution.call_text}")
 
-    def _overdue(self, late: Execution) -> CollectiveTimeout:
+    def _overdue(self, late: HostExecution) -> CollectiveTimeout:
         return CollectiveTimeout(f"rank {self.rank} reached the deadline of {late.call_text}: {late.waits_for()}")
 
     # -- failure and end ---------------------------------------------------------------------------------------------
@@ -489,7 +489,7 @@ class HostEngine:
             self._over.append(execution)
         self._loop.halt()
         differs = isinstance(error, MismatchError)
-        self._shutdown.tell(Kind.MISMATCH if differs else Kind.ABORT, failure_text(self.rank, error))
+        self._shutdown.tell(ControlKind.MISMATCH if differs else ControlKind.ABORT, failure_text(self.rank, error))
         try:
             self._shutdown.flush()
             if differs:
@@ -517,7 +517,7 @@ class HostEngine:
             else:
                 self.end.fail(PeerLost(reason))
                 self.end.has_left = True
-                self._shutdown.tell(Kind.CLOSE, reason)
+                self._shutdown.tell(ControlKind.CLOSE, reason)
                 self._shutdown.flush()
         self._lock.release()
 

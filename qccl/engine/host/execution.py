@@ -9,10 +9,10 @@ from qccl.base.errors import MismatchError, QcclError, ranks_text
 from qccl.base.trace import TraceEvent
 from qccl.engine.base import Bound, Request
 from qccl.engine.callbacks import WithCallbacks
-from qccl.engine.control import Header, Kind, data_nbytes_of, mismatch_error
-from qccl.engine.host.program import Program
+from qccl.engine.control import ControlKind, Header, data_nbytes_of, mismatch_error
+from qccl.engine.host.program import HostProgram
 
-__all__ = ["Driver", "Execution"]
+__all__ = ["Driver", "HostExecution"]
 
 
 class Driver(Protocol):
@@ -21,12 +21,12 @@ class Driver(Protocol):
     def step(self) -> None:
         """Advance all runs a little."""
 
-    def run(self, execution: Execution, limit: float) -> None:
+    def run(self, execution: HostExecution, limit: float) -> None:
         """Advance all runs until ``execution`` has ended, or time.monotonic() has reached ``limit``."""
 
 
-class Execution(WithCallbacks):
-    """One run of a Program (interface: engine.base.Execution). HostEngine.start() sets it up, and may use it again.
+class HostExecution(WithCallbacks):
+    """One run of a HostProgram (interface: engine.base.Execution). HostEngine.start() sets it up, and may use it again.
 
     Attributes:
         program: what it runs.
@@ -42,7 +42,7 @@ class Execution(WithCallbacks):
         *("_engine", "begun", "bound", "call", "deadline", "detached", "kept", "program", "request", "sequence"),
         "timeout",
     )
-    program: Program
+    program: HostProgram
     bound: Bound
     request: Request
     kept: object
@@ -87,7 +87,7 @@ class Execution(WithCallbacks):
     @property
     def header(self) -> Header:
         """What this rank sends to the others first."""
-        return Header(Kind.CALL, self.sequence, self.bound.text, self.bound.pairs)
+        return Header(ControlKind.CALL, self.sequence, self.bound.text, self.bound.pairs)
 
     @property
     def call_text(self) -> str:

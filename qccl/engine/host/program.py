@@ -1,8 +1,8 @@
 """A schedule compiled for the host.
 
-A Program holds everything that is the same in each run: the workspace, and the steps (kernels/engine/steps.h), which
-are kernel calls bound to their addresses, transfers, and the dependencies between them. Native code runs the steps
-(kernels/engine/run.h, loop.h).
+A HostProgram holds everything that is the same in each run: the workspace, and the steps (kernels/engine/steps.h),
+which are kernel calls bound to their addresses, transfers, and the dependencies between them. Native code runs the
+steps (kernels/engine/run.h, loop.h).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from qccl.engine.host.zero_copy import remove_copies
 from qccl.engine.labels import Label, labels
 from qccl.observe.tallies import Counted, traffic
 
-__all__ = ["Program"]
+__all__ = ["HostProgram"]
 
 _ALIGNMENT = 64
 #: a send takes values from the caller's array if they have at least so many bytes; copying fewer takes less than 1 us
@@ -40,7 +40,7 @@ _LEAST_DIRECT = 16 << 10
 _OPS = {"sum": 0, "min": 1, "max": 2}
 
 
-class Program:
+class HostProgram:
     """A compiled schedule with its workspace; one run at a time, and others wait for it.
 
     Attributes:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 
 from qccl import _host
 from qccl.engine.control import text_of
-from qccl.engine.host.execution import Execution
+from qccl.engine.host.execution import HostExecution
 from qccl.observe.call_records import CallRecord, TransferRecord
 
 __all__ = ["records"]
 
 
-def records(loop: _host.Loop, queued: Iterable[Execution]) -> Iterator[CallRecord]:
+def records(loop: _host.Loop, queued: Iterable[HostExecution]) -> Iterator[CallRecord]:
     """From the oldest call on; ``queued`` are those that have not begun. In the thread that drives the loop."""
     under_way = {each[0]: each[1:] for each in loop.under_way()}
     for sequence, call, header, send_nbytes, receive_nbytes, begun, ended, still in loop.records():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from qccl import _host
 from qccl.base.deadline import Deadline
 from qccl.base.errors import MismatchError, QcclError, failure_text, gave_up
-from qccl.engine.control import CALL, Header, Kind, data_nbytes
+from qccl.engine.control import CALL, ControlKind, Header, data_nbytes
 from qccl.transports.base import Transport
 
 __all__ = ["Shutdown", "leave"]
@@ -31,7 +31,7 @@ class Shutdown:
         self._loop = loop
         self.left: dict[int, str] = {}
 
-    def tell(self, kind: Kind, text: str) -> None:
+    def tell(self, kind: ControlKind, text: str) -> None:
         """Begin to send this rank's last control message to all others."""
         message = _packed(kind, text)
         with contextlib.suppress(QcclError):  # of the wire; a signal handler's come after it has the message
@@ -56,7 +56,7 @@ class Shutdown:
     def close(self, text: str, timeout: float, on_control: Callable[[int, bytes], None]) -> bool:
         """Collective: leave when all other ranks do. False if some have not after ``timeout`` seconds."""
         deadline, idle = Deadline(timeout), 0
-        self._loop.broadcast_control(_packed(Kind.CLOSE, text))
+        self._loop.broadcast_control(_packed(ControlKind.CLOSE, text))
         while self._loop.control_sends or self._are_missing():
             idle += 1
             self._loop.drain(idle, on_control)
@@ -70,7 +70,7 @@ class Shutdown:
 
     def _note(self, peer: int, message: bytes) -> None:
         header = Header.unpack(message, peer)
-        if header.kind is not Kind.CALL:
+        if header.kind is not ControlKind.CALL:
             self.left[peer] = header.text
 
 
@@ -83,11 +83,11 @@ def leave(transport: Transport, error: BaseException) -> None:
     wire = transport.wire or _host.PythonWire(transport)
     with contextlib.suppress(QcclError, ValueError, IndexError):  # a rank is not connected
         shutdown = Shutdown(_host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL))
-        shutdown.tell(Kind.ABORT, text)
+        shutdown.tell(ControlKind.ABORT, text)
         shutdown.flush()
     transport.abort(text)
 
 
-def _packed(kind: Kind, text: str) -> bytes:
+def _packed(kind: ControlKind, text: str) -> bytes:
     """A control message."""
     return Header(kind, 0, text).pack() + data_nbytes(0)

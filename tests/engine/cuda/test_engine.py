@@ -15,7 +15,7 @@ from cuda_ranks import Captures, alike, all_calls, called, captured, on_gpus, on
 
 import qccl
 from qccl.base.deadline import Deadline
-from qccl.engine.control import Header, Kind
+from qccl.engine.control import ControlKind, Header
 from qccl.engine.cuda import libraries
 from qccl.engine.cuda import run as run_module
 
@@ -244,7 +244,7 @@ def test_a_trace(cupy):
 def test_a_step_asks_cuda_for_errors_until_the_run_has_ended():
     asked = list[str]()
     pending = SimpleNamespace(sweep=lambda: asked.append("flags"), check_device=lambda: asked.append("CUDA"))
-    run = run_module.CudaRun(pending, Header(Kind.CALL, 0, "a call"), 0, Deadline(10, counts=False))
+    run = run_module.CudaRun(pending, Header(ControlKind.CALL, 0, "a call"), 0, Deadline(10, counts=False))
     assert not run.step() and asked == ["flags", "CUDA"]
     run.done = True
     assert run.step() and asked == ["flags", "CUDA", "flags"]

@@ -21,7 +21,7 @@ from stub_libraries import Refused
 
 import qccl
 from qccl.communicator import launch
-from qccl.engine.control import Header, Kind
+from qccl.engine.control import ControlKind, Header
 from qccl.engine.cuda import libraries
 from qccl.engine.cuda import run as run_module
 from qccl.engine.end import End
@@ -200,7 +200,7 @@ def test_no_rank_waits_for_a_reason_that_is_not_utf_8():
         agreed_id(0, lambda note: [note], reason)
     assert str(caught.value) == f"rank 0: {shown}"
     group = SimpleNamespace(rank=0, size=2, allgather=lambda note, timeout: [note, note])
-    assert Consistency(group).compare(Header(Kind.CALL, 0, "barrier"), 1.0, reason).endswith(shown)
+    assert Consistency(group).compare(Header(ControlKind.CALL, 0, "barrier"), 1.0, reason).endswith(shown)
     assert launch._note(reason) == shown.encode()
 
 

@@ -16,10 +16,10 @@ from profiles import profile
 import qccl
 from qccl.base.errors import ArgumentError, CollectiveTimeout
 from qccl.communicator import measuring
-from qccl.communicator.profile import GroupProfile, Kind
+from qccl.communicator.profile import CallKind, GroupProfile
 
 COLLECTIVES = ["allreduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
-KIND = Kind("allreduce", "float32", "minmax8")
+KIND = CallKind("allreduce", "float32", "minmax8")
 COUNT = 996
 
 

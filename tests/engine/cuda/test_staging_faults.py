@@ -112,7 +112,7 @@ def test_a_transport_that_fails(world, cupy):
 def test_streams_go_on_after_a_failure_only_when_it_is_known():
     """Or what they do then could be taken for a result."""
     from qccl.base.deadline import Deadline
-    from qccl.engine.cuda.proxy import HostProxy, Message, TransferBatch
+    from qccl.engine.cuda.proxy import HostProxy, ProxyMessage, TransferBatch
 
     transport = LoopbackGroup(2).transport(0)
     transport.poll = lambda *, idle: (_ for _ in ()).throw(qccl.PeerLost("a node has gone"))
@@ -125,7 +125,7 @@ def test_streams_go_on_after_a_failure_only_when_it_is_known():
 
     proxy = HostProxy(transport, on_failure)
     data = np.zeros(8, np.uint8)
-    message = Message(1, False, data.ctypes.data, 8, ((0, 0),), 1)
+    message = ProxyMessage(1, False, data.ctypes.data, 8, ((0, 0),), 1)
     words[0] = 1
     proxy.begin(
         TransferBatch([message], words, 1, call=0, call_text="a call", deadline=Deadline(10, counts=False), kept=data)
