@@ -21,7 +21,7 @@ def printed(program: str) -> list[str]:
 
 REGISTRIES = """
 import atexit, functools, os, sys
-from qccl import lifetime
+from qccl.base import lifetime
 from qccl.base.lifetime import Registry, Stage, at_exit
 
 class Thing:

@@ -187,7 +187,7 @@ def test_a_delay_line_that_does_not_start(without_netem: None, monkeypatch: pyte
 
 
 KILLED = """
-import sys; from qccl.bench import lab; from qccl.bench.lab.network import NetworkOptions
+import sys; from qccl.bench.lab import lab; from qccl.bench.lab.network import NetworkOptions
 lab.Lab._has_netem = lambda self: lab._run("ip", "netns", "add", f"{self.name}line") != ""
 with NetworkOptions('100mbit', delay=0.001).lab(2) as made:
     print(made._line.pid, flush=True); sys.stdin.readline()

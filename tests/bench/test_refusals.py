@@ -121,7 +121,7 @@ def rows() -> list[tuple[str, str]]:
 def test_refused(command: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
-    for module in ("collective", "run"):
+    for module in ("sweep.collective", "start.run"):
         monkeypatch.setattr(f"qccl.bench.{module}.obstacle", lambda: None)  # the lab's
     monkeypatch.setattr(collective, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
     result = CliRunner().invoke(main, shlex.split(command.replace("LONG", LONG)))

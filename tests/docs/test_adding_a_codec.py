@@ -146,7 +146,7 @@ def follow(root: Path, number: int) -> None:
     dataclass, oracle_text, row = blocks("python")[3 * number : 3 * number + 3]
     options, section = blocks("markdown")[2 * number : 2 * number + 2]
     add_header(root / "kernels", name, number)
-    insert(root / "kernels/codecs/all.h", '#include "codecs/topk/codec.h"', f'#include "codecs/{name}/codec.h"\n')
+    insert(root / "kernels/codecs/all.h", '#include "topk/codec.h"', f'#include "{name}/codec.h"\n')
     insert(root / "kernels/codecs/all.h", " each(Trellis)", f" each({kind})")
     (root / f"qccl/codecs/{name}.py").write_text(dataclass)
     insert(root / "qccl/codecs/__init__.py", "from qccl.codecs.trellis", f"from qccl.codecs.{name} import {kind}\n")

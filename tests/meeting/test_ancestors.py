@@ -10,7 +10,7 @@ import pytest
 
 from qccl.meeting import ancestors, launchers
 
-SHOW = "from qccl import launchers as l; found = l.detect(); print(found.name, found.rank, found.size)"
+SHOW = "from qccl.meeting import launchers as l; found = l.detect(); print(found.name, found.rank, found.size)"
 #: the node's numbers, and torchrun's, which its agent sets for each of its ranks
 NODE, RANK = "PMI_RANK=1 PMI_SIZE=2", "RANK=2 WORLD_SIZE=4 TORCHELASTIC_RUN_ID=none"
 

@@ -402,7 +402,7 @@ _MAPS = "print(*sorted({line.split(maxsplit=5)[-1] for line in open('/proc/self/
 @pytest.mark.processes
 def test_no_second_openssl_is_loaded() -> None:
     python = loaded_in("import ssl;" + _MAPS)
-    assert loaded_in("from qccl.transports import tls; tls.functions();" + _MAPS) == python
+    assert loaded_in("from qccl.meeting import tls; tls.functions();" + _MAPS) == python
 
 
 @pytest.mark.processes
@@ -411,9 +411,7 @@ def test_without_pythons_ssl_it_is_the_systems(module: str) -> None:
     """Python has no ``_ssl``, or one that is built into the interpreter and hides its OpenSSL."""
     if not any(Path("/usr/lib").glob("*/libssl.so.3")):
         pytest.skip("the system has no OpenSSL 3")
-    program = (
-        f"import sys, types; sys.modules['_ssl'] = {module}\nfrom qccl.transports import tls\nprint(tls.version())"
-    )
+    program = f"import sys, types; sys.modules['_ssl'] = {module}\nfrom qccl.meeting import tls\nprint(tls.version())"
     assert loaded_in(program).startswith("OpenSSL 3")
 
 

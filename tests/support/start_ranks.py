@@ -22,9 +22,23 @@ from qccl.bench.start.start import obstacle
 
 
 def checks(*names: str) -> tuple[str, ...]:
-    """The arguments by which ranks run checks of tests/ranks in step: check_NAME.py, or all."""
+    """The arguments by which ranks run checks of tests/ranks in step: check_NAME.py, or all.
+
+    Without other packages' plugins for pytest: it warns of one that the process that forks has imported.
+    """
     files = [f"tests/ranks/check_{name}.py" for name in names] or ["tests/ranks"]
-    return "-m", "pytest", *files, "-o", "python_files=check_*.py", "-q", "-p", "no:cacheprovider", "--tb=short"
+    return (
+        "-m",
+        "pytest",
+        *files,
+        "-o",
+        "python_files=check_*.py",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--disable-plugin-autoload",
+        "--tb=short",
+    )
 
 
 _WAN = {"QCCL_TRANSPORT": "wan", "QCCL_TOKEN": "a token for tests only"}
