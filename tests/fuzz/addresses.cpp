@@ -1,4 +1,4 @@
-// Texts of other processes that kernels/engine reads before there is a connection between two ranks: the addresses of ranks.
+// Texts of other processes that kernels/wires/wan reads before there is a connection between two ranks: the addresses of ranks.
 #include "target.h"
 
 #include <stdexcept>
