@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 from matplotlib.figure import Figure
-from runs import begun, measured_on, rewrite_table, run_ranks, store, table, todays
+from runs import begun, measured_on, rewrite_table, run_ranks, save_figure, store, table, todays
 
 from qccl.base.scalars import parse_seconds
 from qccl.bench.lab.network import NetworkOptions
@@ -134,10 +134,10 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """The times of "auto", of plain calls and of minmax8 over the best fixed choice, a panel for each network."""
     groups = {key: list(group) for key, group in itertools.groupby(rows, lambda row: (row["network"], row["ranks"]))}
     networks, ranks = (list(dict.fromkeys(key[i] for key in groups)) for i in range(2))
-    figure = Figure(figsize=(3.1 * len(networks), 2.7 * len(ranks)), layout="constrained")
-    panels = figure.subplots(len(ranks), len(networks), sharex=True, sharey=True, squeeze=False)
+    figure = Figure(figsize=(3.6 * len(ranks), 0.4 + 1.9 * len(networks)), layout="constrained")
+    panels = figure.subplots(len(networks), len(ranks), sharex=True, sharey=True, squeeze=False)
     for (network, count), group in groups.items():
-        axes = panels[ranks.index(count)][networks.index(network)]
+        axes = panels[networks.index(network)][ranks.index(count)]
         for label, colour, mark in (("auto", "#0072B2", "o"), ("plain", "black", "x"), ("minmax8", "#E69F00", "^")):
             points = [(row["size"], relative) for row in group if (relative := _relative(row, label)) is not None]
             axes.plot(*zip(*points, strict=True), color=colour, marker=mark, markersize=4, linewidth=1.2, label=label)
@@ -150,10 +150,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.set_yticks([1, 2, 4], ["1", "2", "4"])
         axes.minorticks_off()
         axes.grid(True, alpha=0.3)
-    panels[0][0].legend(fontsize=8)
-    figure.supylabel("time / time of the best fixed choice", fontsize=9)
-    figure.savefig(path, dpi=130)
-    print(f"wrote {path}")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    for axes in panels[-1]:
+        axes.set_xlabel("size of the array")
+    figure.supylabel("time / time of the best fixed choice", fontsize=10)
+    save_figure(figure, path)
 
 
 def _relative(row: dict[str, Any], label: str) -> float | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 import numpy as np
-from runs import print_table, rewrite_table, table
+from runs import print_table, rewrite_table, save_figure, table
 
 from qccl import codecs
 
@@ -304,43 +304,47 @@ def _rounded(error: float, digits: int) -> str:
 #: colours of codecs, the best first; markers of codecs and of other systems
 _COLOURS = ("#D55E00", "#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#E69F00")
 _MARKS = ("o", "s", "^", "D", "v", "P")
+#: the bytes per element that the chart shows; casts to 16 bits have more
+_SHOWN = (0.0, 1.3)
 _OTHERS = ("x", "+", "s", "^", "D", "v", "P", "*", "<", ">")
 
 
 def draw(path: str, points: Sequence[Point]) -> None:
-    """Draw errors over bytes, in one panel for each sample; the ending of ``path`` selects the format."""
+    """Draw errors over bytes as a PNG, in one panel for each sample."""
     from matplotlib.figure import Figure
 
     families: dict[tuple[bool, str], list[Point]] = {}
     for point in points:
-        families.setdefault((point.ours, point.family), []).append(point)
+        if _SHOWN[0] <= point.density <= _SHOWN[1]:
+            families.setdefault((point.ours, point.family), []).append(point)
     # single points last, and lines that are nearer to Shannon's bound first
     best = {f: min(p.median("Gaussian") / shannon(p.density) for p in families[f]) for f in families}
     ours = sorted((f for f in families if f[0]), key=lambda f: (len(families[f]) == 1, best[f]))
     styles = {f: (_COLOURS[i % 6], f"{_MARKS[i // 6 % 6]}-", 4) for i, f in enumerate(ours)}
     others = sorted(f for f in families if not f[0])
     styles |= {f: ("#555555", _OTHERS[i % len(_OTHERS)], 7) for i, f in enumerate(others)}
-    figure = Figure(figsize=(13.5, 8.6), layout="constrained")
-    for axes, sample in zip(figure.subplots(2, 3, sharex=True).reshape(-1), SAMPLES, strict=True):
+    figure = Figure(figsize=(7.2, 10.6), layout="constrained")
+    handles: dict[str, Any] = {}
+    for axes, sample in zip(figure.subplots(3, 2, sharex=True).reshape(-1), SAMPLES, strict=True):
         for family, (colour, style, size) in styles.items():
             x, y = [p.density for p in families[family]], [p.median(sample) for p in families[family]]
-            given: dict[str, Any] = {"color": colour, "markersize": size, "label": family[1]}
-            axes.plot(x, y, style, linewidth=1.4, markerfacecolor="none", **given)
+            given: dict[str, Any] = {"color": colour, "markersize": size}
+            (handles[family[1]],) = axes.plot(x, y, style, linewidth=1.4, markerfacecolor="none", **given)
         if sample.startswith("Gaussian"):
             densities = [i / 50 for i in range(3, 66)]
-            axes.plot(densities, [*map(shannon, densities)], "k--", linewidth=1, label="Shannon's bound, Gaussian")
+            (handles["Shannon's bound"],) = axes.plot(densities, [*map(shannon, densities)], "k--", linewidth=1)
         axes.set_title(sample, fontsize=10)
         axes.set_yscale("log")
-        axes.set_xlim(0.06, 1.3)
+        axes.set_xlim(*_SHOWN)
         axes.set_ylim(top=min(axes.get_ylim()[1], 15))
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        axes.tick_params(labelsize=9)
         axes.grid(True, which="major", alpha=0.3)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=9)
-    for axes in figure.axes[3:]:
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    for axes in figure.axes[-2:]:
         axes.set_xlabel("bytes per element")
     figure.supylabel("relative L2 error of one encode and decode", fontsize=10)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)
 
 
 @click.command()

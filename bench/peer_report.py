@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
-from runs import measured_on, table
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+from matplotlib.transforms import Bbox
+from runs import measured_on, save_figure, table
 
 from qccl.bench.params import format_size, parse_rate
 
@@ -25,6 +28,10 @@ _SAME = 1.05
 _ROUNDING = 1e-6
 #: of the other systems in the figure; with ten colours in turn each looks different
 _MARKERS = "sv^DPX*<>hdp8"
+#: the colour of qccl in the figure
+_OWN = "#D55E00"
+#: in points: where the text of a marker may stand, the best place first
+_AROUND = ((9, 0), (0, 11), (0, -11), (7, 9), (7, -9), (-9, 0), (-7, -9), (-7, 9))
 _ENDS = {
     "waits": "wait for more than a minute",
     "raised": "raise an error after {seconds:.1f} s",
@@ -163,32 +170,60 @@ def draw(document: Document, path: Path) -> None:
     count, ranks = (max(row[key] for row in document["rows"]) for key in ("count", "ranks"))
     networks = [network for network, number in _places(document) if number == ranks]
     networks.sort(key=lambda network: (parse_rate(network.split()[0]).rate, network))
-    figure = Figure(figsize=(4.2 * len(networks), 4.4), layout="constrained")
+    figure = Figure(figsize=(7.2, 0.9 + 2.8 * ((len(networks) + 1) // 2)), layout="constrained")
     others = [*dict.fromkeys(row["system"] for row in document["rows"] if not row["system"].startswith("qccl"))]
-    for axes, network in zip(figure.subplots(1, len(networks), squeeze=False)[0], networks, strict=True):
-        place = (network, ranks, count)
-        rows = [row for row in document["rows"] if (row["network"], row["ranks"], row["count"]) == place]
+    panels = figure.subplots((len(networks) + 1) // 2, 2, squeeze=False).flat
+    handles: dict[str, Any] = {}  # a system may be missing behind a network
+    labelled = []
+    for axes, network in zip(panels, networks, strict=False):
+        rows = [
+            row for row in document["rows"] if (row["network"], row["ranks"], row["count"]) == (network, ranks, count)
+        ]
         own = sorted((row for row in rows if row["system"].startswith("qccl")), key=lambda row: row["error"])
-        axes.plot(
-            [row["error"] for row in own], [row["seconds"] * 1e3 for row in own], "o-", color="#D55E00", label="qccl"
-        )
-        for number, row in enumerate(own):  # labels on both sides in turn: some points are near each other
-            place, align = ((5, 4), "left") if number % 2 == 0 else ((-5, -9), "right")
-            axes.annotate(row["system"].removeprefix("qccl "), (row["error"], row["seconds"] * 1e3), place, ha=align,
-                          textcoords="offset points", fontsize=6, color="#D55E00")  # fmt: skip
+        points = [(row["error"], row["seconds"] * 1e3) for row in own]
+        (handles["qccl"],) = axes.plot(*zip(*points, strict=True), "o-", color=_OWN, markersize=5)
+        labelled.append((axes, points, [row["system"].removeprefix("qccl ") for row in own]))
         for row in rows:
             if row["system"] in others:
                 number = others.index(row["system"])
                 style = {"marker": _MARKERS[number % len(_MARKERS)], "color": f"C{number}", "linestyle": ""}
-                axes.plot([row["error"]], [row["seconds"] * 1e3], label=row["system"], **style)
-        axes.set(xscale="log", yscale="log", xlabel="relative L2 error", ylabel="ms a call", title=network)
-        for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            which(FuncFormatter(lambda ms, _: f"{ms:g}"))
-        axes.tick_params(which="both", labelsize=7)
+                (handles[row["system"]],) = axes.plot([row["error"]], [row["seconds"] * 1e3], **style)
+        axes.set(xscale="log", yscale="log", xlabel="relative L2 error", ylabel="ms a call")
+        axes.set_title(network, fontsize=10)
+        axes.margins(x=0.08, y=0.15)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.tick_params(which="both", labelsize=8.5)
         axes.grid(visible=True, which="major", linewidth=0.3)
-    found = {}  # a system may be missing behind a network
-    for axes in figure.axes:
-        found |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=5, fontsize=8)
-    figure.suptitle(f"all-reduce of {format_size(4 * count)} on {ranks} ranks: down and left is better", fontsize=10)
-    figure.savefig(path, dpi=130)
+    for axes in [*panels]:  # of an odd number of networks
+        axes.set_axis_off()
+    names = sorted(handles, key=["qccl", *others].index)
+    figure.legend([handles[name] for name in names], names, loc="outside lower center", ncols=3, fontsize=8.5)
+    figure.suptitle(f"all-reduce of {format_size(4 * count)} on {ranks} ranks: down and left is better", fontsize=11)
+    figure.draw_without_rendering()
+    for axes, points, texts in labelled:
+        _label(axes, points, texts)
+    save_figure(figure, path)
+
+
+def _label(axes: Any, points: list[tuple[float, float]], texts: list[str]) -> None:
+    """Write a text beside each point, where it covers no marker, no line between the points and no other text."""
+    line = axes.transData.transform(points)
+    ends = pairwise(line)
+    taken = [Bbox.from_bounds(*(a + (b - a) * part - 3), 6, 6) for a, b in ends for part in np.linspace(0, 1, 40)]
+    marks = [axes.transData.transform(each.get_xydata()) for each in axes.lines]
+    taken += [Bbox.from_bounds(x - 6, y - 6, 12, 12) for mark in marks for x, y in mark]
+    offsets = [(x * far, y * far) for far in (1, 1.5, 2, 3, 4) for x, y in _AROUND]
+    for point, text in zip(points, texts, strict=True):
+        for x, y in offsets:
+            side = "left" if x > 0 else "right" if x < 0 else "center"
+            given = {"xytext": (x, y), "textcoords": "offset points", "ha": side, "va": "center"}
+            note = axes.annotate(text, point, fontsize=8, color=_OWN, **given)
+            box = note.get_window_extent()
+            if all(axes.bbox.contains(*corner) for corner in box.corners()) and not box.count_overlaps(taken):
+                axes.annotate("", point, arrowprops={"arrowstyle": "-", "linewidth": 0.5}, **given)
+                taken.append(box)
+                break
+            note.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import platform
@@ -40,7 +41,7 @@ __all__ = [
         "rewrite_table",
         "run_ranks",
     ),
-    *("run_undisturbed", "save", "start_script", "store", "table", "todays"),
+    *("run_undisturbed", "save", "save_figure", "start_script", "store", "table", "todays"),
 ]
 
 #: the environment variable with the file for rank 0's results
@@ -101,6 +102,16 @@ def rewrite_table(page: str, command: str, text: str) -> None:
         raise SystemExit(f"{page} has no lines {begin.strip()!r} and {end!r}; put them around the table's place")
     path.write_text(f"{head}{begin}\n{text}\n\n{end}{tail}", encoding="utf-8")
     print(f"wrote the table of {page}")
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Write a figure of matplotlib as a PNG of 256 colours, which needs half the bytes of full colour."""
+    from PIL import Image  # comes with matplotlib, which most of these scripts do without
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=150)
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, "PNG", optimize=True)
+    print(f"wrote {path}")
 
 
 def run_ranks(

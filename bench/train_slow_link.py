@@ -28,7 +28,8 @@ link with a delay, the last gradient also waits for the other ranks' shares, whi
 
 ``--save`` writes docs/results/training-<model>-<date>.json after each row; with ``--resume`` the newest such file is
 continued, and only what it lacks is measured. ``--write`` makes the tables of docs/results.md and README.md and the
-figure docs/training.png from the newest files of all models; with ``--sections ""`` nothing is measured.
+figures docs/training.png and docs/training-all.png from the newest files of all models; with ``--sections ""`` nothing
+is measured.
 
 With another number of ranks (``--ranks 2 --sections steps``) the file and the place in the page have their own names.
 On two cores that shows the step without ranks that share a core. A file without curves has no times to the target.
@@ -77,7 +78,7 @@ _FACTORS, _LONGER = (0.5, 2.0), 6
 @click.option("--patience", default=0.0, show_default=True, help="Seconds to wait for an idle machine, in all.")
 @click.option("--resume", is_flag=True, help="Continue the newest file: measure only what it lacks.")
 @click.option("--save", is_flag=True, help="Write the results file; sections that did not run stay.")
-@click.option("--write", is_flag=True, help="Make the documentation's tables and figure from the results files.")
+@click.option("--write", is_flag=True, help="Make the documentation's tables and figures from the results files.")
 def main(**given: Any) -> None:
     """Measure, and print tables."""
     name = _name(given["model"], given["ranks"])
@@ -134,7 +135,7 @@ def _save(document: dict[str, Any], before: Path, path: Path) -> None:
 
 
 def write_pages() -> None:
-    """Make the tables and the figure of the documentation from the newest results files."""
+    """Make the tables and the figures of the documentation from the newest results files."""
     documents = {}
     for model, ranks in itertools.product(training_report.MODELS, (RANKS, 2)):
         path = _newest(_name(model, ranks))
@@ -151,7 +152,7 @@ def write_pages() -> None:
         for page, methods, more in (("docs/results.md", (), far), ("README.md", training_report.FIRST, "")):
             text = "\n\n".join(filter(None, [training_report.headline(whole, methods), more]))
             rewrite_table(str(_ROOT / page), "python bench/train_slow_link.py", text)
-        training_report.draw(whole, _ROOT / "docs" / "training.png")
+        training_report.draw(whole, _ROOT / "docs")
 
 
 def _measured(section: str, given: dict[str, Any], document: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,14 +1,17 @@
-"""The tables, the headline and the figure of bench/train_slow_link.py, from its results files."""
+"""The tables, the headline and the figures of bench/train_slow_link.py, from its results files."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from runs import NOT_MEASURED, measured_on, table
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+from runs import NOT_MEASURED, measured_on, save_figure, table
 
 from qccl.base.scalars import parse_seconds
 from qccl.bench.lab.network import NetworkOptions
@@ -44,6 +47,8 @@ TUNED = (
 LONG = ("fp32", *(f"diloco:period={period}:trellis2+ef" for period in (15, 30, 100)))
 #: the rows of README.md's table: the methods that most readers would compare first
 FIRST = ("fp16", "powersgd:4", "minmax8", "minmax4+ef", "minmax2:bucket=256+ef")
+#: the methods of one row of docs/training-all.png: fp32, PyTorch's hooks, and codecs with a fixed number of bits
+BITS = (*("fp32", *FIRST), "trellis4+ef", "trellis2+ef", "onebit:reconstruct=mean+ef")
 #: in place of steps or seconds to the target
 _NOT_REACHED = "not reached"
 #: the last row of the headline
@@ -363,59 +368,79 @@ def _seconds_to_target(document: Document, row: dict[str, Any]) -> float | None:
     return statistics.median(known) * row["seconds"] if len(known) * 2 > len(steps) else None
 
 
-# -- the figure --------------------------------------------------------------------------------------------------------
+# -- the figures -------------------------------------------------------------------------------------------------------
 
 
-def draw(documents: Sequence[Document], path: Path) -> None:
-    """Draw quality by time, a panel for each model and link of the headlines; a method has one colour in all of them.
+def draw(documents: Sequence[Document], folder: Path) -> None:
+    """Draw quality by time, with a column for each model.
 
-    Methods that reach the target in no training are left out. The figure is narrow, so that its texts can be read on a
-    phone, too.
+    ``training.png`` has fp32 and the methods of README.md's table behind the first link of the headlines.
+    ``training-all.png`` has the methods that reach the target in some training, behind each link of the headlines: a
+    row for codecs with a fixed number of bits, and one for all others.
     """
-    import matplotlib.pyplot as plt
-
     documents = [_in_order(document) for document in documents]
     curves = [(document, row["method"]) for document in documents for row in document["curves"]]
-    methods = dict.fromkeys(method for document, method in curves if any(_steps(document, method)))
-    colours = dict(zip(methods, [*plt.get_cmap("tab20").colors, *plt.get_cmap("tab20b").colors], strict=False))
+    reached = dict.fromkeys(method for document, method in curves if any(_steps(document, method)))
+    others = [method for method in reached if method not in BITS]
     links = [link for has_delay in (False, True) if (link := _headline_link(documents, has_delay))]
-    shown = [(document, link) for link in links for document in documents]
-    figure, panels = plt.subplots(len(shown), 1, figsize=(5.6, 4.4 * len(shown)), layout="constrained", squeeze=False)
-    lines: dict[str, Any] = {}
-    for axes, (document, link) in zip(panels.flat, shown, strict=True):
-        lines |= _panel(axes, document, link, colours)
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=1, fontsize="small")
-    figure.suptitle("Quality by time behind a slow link\nLower and further left is better")
-    figure.savefig(path, dpi=150)
-    print(f"wrote {path}")
+    _draw(documents, links[:1], [("fp32", *FIRST)], folder / "training.png")
+    _draw(documents, links, [BITS, ("fp32", *others)], folder / "training-all.png")
 
 
-def _panel(axes: Any, document: Document, link: str, colours: dict[str, Any]) -> dict[str, Any]:
-    """One model: the mean over the seeds, and the band of their extremes. Returns the lines by their labels."""
-    rows = [row for row in _behind_links(document) if row["link"] == link]
-    seconds = {row["method"]: row["seconds"] for row in rows}
-    lines, best = {}, math.inf
-    for method in dict.fromkeys(
-        row["method"] for row in document["curves"] if row["method"] in seconds.keys() & colours.keys()
+def _draw(documents: Sequence[Document], links: Sequence[str], sets: Sequence[Sequence[str]], path: Path) -> None:
+    """For each set of methods: a row of panels for each link, and a legend."""
+    heights = [0.4 + 2.8 * len(links) + 0.11 * sum(2 + _label(method).count("\n") for method in each) for each in sets]
+    figure = Figure(figsize=(7.2, sum(heights)), layout="constrained")
+    figure.suptitle("Quality by time of training: lower and further left is better", fontsize=11)
+    for part, methods in zip(
+        figure.subfigures(len(sets), 1, height_ratios=heights, squeeze=False).flat, sets, strict=True
     ):
+        panels = part.subplots(len(links), len(documents), squeeze=False).flat
+        lines: dict[str, Any] = {}
+        for axes, (link, document) in zip(panels, itertools.product(links, documents), strict=True):
+            lines |= _panel(axes, document, link, methods)
+        lines[f"the target: fp32 after {documents[0]['budget']} steps"] = lines.pop("")
+        part.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)
+    save_figure(figure, path)
+
+
+def _label(method: str) -> str:
+    """A method in a legend, where long ones need two lines."""
+    return _titled(method).replace("`", "").replace("/", "/\n").replace(", DiLoCo", ",\nDiLoCo")
+
+
+def _panel(axes: Any, document: Document, link: str, methods: Sequence[str]) -> dict[str, Any]:
+    """One model behind one link: the mean over the seeds, and the band of their extremes.
+
+    Returns the lines by their labels; that of the target has the label "".
+    """
+    rows = [row for row in _behind_links(document) if row["link"] == link]
+    seconds, ranks = {row["method"]: row["seconds"] for row in rows}, rows[0]["ranks"]
+    mean, deviation = _target(document)
+    highest = mean + 1.5  # the first steps, before the learning rate has risen, are of no interest
+    lines, means, begin = {}, [], math.inf
+    for number, method in enumerate(methods):
         curves = [row["curve"] for row in document["curves"] if row["method"] == method]
+        if not curves or method not in seconds:
+            continue
         at = [step * seconds[method] for step, _ in curves[0]]
         bits = list(zip(*[[b for _, b in curve] for curve in curves], strict=True))
-        is_ours = method not in THEIRS
-        label, colour = method.replace("/", "/\n     "), colours[method]  # pairs of codecs need two lines
-        name = f"{'qccl' if is_ours else 'PyTorch'} {label}"
-        means = [statistics.fmean(each) for each in bits]
-        (lines[name],) = axes.plot(at, means, color=colour, linestyle="-" if is_ours else "--")
-        axes.fill_between(at, list(map(min, bits)), list(map(max, bits)), color=colour, alpha=0.2)
-        best = min(best, *means)
-    mean, deviation = _target(document)
-    lines["fp32's target"] = axes.axhline(mean + deviation, color="grey", linestyle=":")
-    name, size, optimiser, unit = MODELS[document["model"]]
-    label = f"seconds of training, {rows[0]['ranks']} ranks, {link} per rank"
-    axes.set(xscale="log", xlabel=label, ylabel=f"{unit} (validation)")
-    axes.set_ylim(best - 0.1, mean + 1.5)  # the first steps, before the learning rate has risen, are of no interest
+        own = [statistics.fmean(each) for each in bits]
+        colour = "black" if method == "fp32" else f"C{number - 1}"
+        style = "--" if method in THEIRS else "-"
+        (lines[_label(method)],) = axes.plot(at, own, color=colour, linestyle=style, linewidth=1.6)
+        axes.fill_between(at, list(map(min, bits)), list(map(max, bits)), color=colour, alpha=0.12, linewidth=0)
+        means += own
+        begin = min([begin, *(x for x, y in zip(at, own, strict=True) if y < highest)])
+    lines[""] = axes.axhline(mean + deviation, color="grey", linestyle=":")
+    name, _, optimiser, unit = MODELS[document["model"]]
+    axes.set_xlabel(f"seconds of training, {ranks} ranks,\neach behind {link}", fontsize=9.5)
+    axes.set(xscale="log", ylabel=f"{unit} (validation)")
+    axes.set(xlim=(begin / 1.1, None), ylim=(min(means) - 0.1, highest))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(labelsize=9)
     axes.grid(alpha=0.3)
-    title = f"{name}, {size}, {optimiser},\n{computation(document) * 1e3:.0f} ms of computation a step"
-    axes.set_title(title, fontsize="medium")
+    axes.set_title(f"{name}, {optimiser},\n{computation(document) * 1e3:.0f} ms of computation a step", fontsize=9.5)
     return lines
