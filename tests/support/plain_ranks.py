@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[2]
 #: the command of be_a_rank(): the arguments of Python, whether this process runs them itself, and a port
 COMMAND = "QCCL_TEST_COMMAND"
 _PORTS = range(20_000, 32_000, 32)
-_WORKERS = 8
 #: sockets whose names say to the other processes of tests which ports this one has found: the last of them
 _claims: deque[socket.socket] = deque()
 _MOST_CLAIMS = 16
@@ -24,15 +23,12 @@ _MOST_CLAIMS = 16
 def free_ports(count: int) -> list[int]:
     """Ports that are free and stay so, and so are the 31 above each: qccl and torchrun add something to MASTER_PORT.
 
-    The system gives none below 32768 to the connections of other programs. Each worker of pytest-xdist has its own, and
-    other runs of the tests on this machine pass over them.
+    The system gives none below 32768 to the connections of other programs. Other processes of tests on this machine
+    pass over those that this one has found.
     """
-    ports = _PORTS
-    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-        ports = ports[int(worker.removeprefix("gw")) % _WORKERS :: _WORKERS]
     found: set[int] = set()
     while len(found) < count:
-        port, claim = random.choice(ports), socket.socket(socket.AF_UNIX)
+        port, claim = random.choice(_PORTS), socket.socket(socket.AF_UNIX)
         try:
             with socket.create_server(("127.0.0.1", port)):
                 claim.bind(f"\0qccl tests' port {port}")  # the system frees this name with its socket
