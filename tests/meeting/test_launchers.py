@@ -76,6 +76,7 @@ def innermost(*levels: dict[str, str], by: Lineage | None = None) -> launchers.L
         # several jobs in a step
         ([srun(2, 4), torchrun(0, 1)], "torchrun", 0, 1),
         ([srun(2, 4), mpich(0, 1)], "MPICH", 0, 1),
+        ([srun(2, 4) | {"PMIX_RANK": "2"}, torchrun(0, 1)], "torchrun", 0, 1),
         # launchers of one task
         ([srun(0, 1), torchrun(1, 4)], "torchrun", 1, 4),
         ([srun(0, 1) | mpich(0, 1), by_hand(1, 4)], "torchrun", 1, 4),
@@ -162,10 +163,6 @@ def test_launchers_that_contradict_each_other(levels, by):
 )
 def test_one_rank_where_one_was_started(environ):
     launchers.check_alone(environ)
-
-
-def test_a_rank_of_torchrun_is_alone_on_purpose():
-    assert innermost(srun(2, 4) | {"PMIX_RANK": "2"}, torchrun(0, 1)).size == 1
 
 
 @pytest.mark.parametrize(

@@ -97,13 +97,6 @@ def test_a_rank_waits_for_a_message_as_long_as_the_program_wants():
         assert found.result(60) == messages.Tell()
 
 
-def test_a_rank_that_comes_late_is_waited_for():
-    with Group(3) as group:
-        group.ranks[1].close()
-        found = group.run(group.work(0, after=0.5), group.work(2))
-        assert group.numbers(one_group(found)) == [0, 2] and found[0] == found[1]
-
-
 @pytest.mark.parametrize("away", [0, 1, 2])
 def test_a_silent_rank_is_out_for_good(away):
     with Group(3) as group:

@@ -167,15 +167,6 @@ def test_an_old_decision(epoch, has_secret):
         assert one_group(found).epoch == 2 and found.count(found[0]) == 3
 
 
-def test_a_real_message_is_of_no_use_to_another_caller():
-    """It repeats the nonce of the connection that it was sent over."""
-    with Group(2) as group, closing(MembershipSocket("127.0.0.1")) as gone:
-        said = message(kind="knock", nonce=UNKNOWN, member=gone.member(b"gone"))
-        with connected(group.ranks[0].place, said):
-            time.sleep(0.1)
-            assert group.ranks[0].waiting() == 0
-
-
 @pytest.mark.parametrize(
     ("greets", "answer"),
     [

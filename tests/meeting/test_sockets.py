@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -58,23 +57,6 @@ def test_the_addresses_of_a_name_share_the_time(monkeypatch):
         monkeypatch.setattr(deadline, "time", clock)
         sockets.connect(("a.name", 1), 40.0).close()
     assert len(given) == 4 and sum(given) < 40.001
-
-
-def test_a_rank_that_waits_for_rank_0_does_not_take_itself_for_it(monkeypatch, port):
-    real, has_called = socket.create_connection, threading.Event()
-
-    def call(*where, **more):
-        if has_called.is_set():
-            return real(*where, **more)
-        has_called.set()
-        return to_itself()
-
-    monkeypatch.setattr(socket, "create_connection", call)
-    with ThreadPoolExecutor(2) as pool:
-        found = [pool.submit(gather, NOTES[1], 1, 2, ("127.0.0.1", port), 60.0)]
-        assert has_called.wait(60)
-        found.append(pool.submit(gather, NOTES[0], 0, 2, ("127.0.0.1", port), 60.0))
-        assert [each.result(60) for each in found] == [NOTES] * 2
 
 
 @pytest.mark.parametrize(
