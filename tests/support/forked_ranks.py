@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import patience
@@ -66,12 +66,6 @@ class Forks:
         while self.running.keys() & {*self.stopped, unreaped} and limit.left():
             time.sleep(_PAUSE_SECONDS)
             self.watch()
-
-    def as_they_end(self) -> Iterator[int]:
-        """The number of each process when it has ended, until those that are left are stopped."""
-        while self.running.keys() - self.stopped.keys():
-            time.sleep(_PAUSE_SECONDS)
-            yield from self.watch()
 
     def watch(self, unreaped: int | None = None) -> list[int]:
         """The numbers of those that have ended since the last call; ``unreaped`` is not looked at."""
