@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import patience
 import pytest
 
 from qccl.bench.lab import lab
 
-__all__ = ["NEEDS_LAB", "cable", "inside", "ip", "linked", "namespaces", "outputs", "start", "started"]
+__all__ = ["NEEDS_LAB", "cable", "inside", "ip", "linked", "namespaces", "outputs", "start", "started", "texts_of"]
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS_LAB = [
@@ -61,11 +62,13 @@ def inside(machine: str, *command: str) -> list[str]:
     return ["ip", "netns", "exec", machine, *command]
 
 
-def start(machine: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """Python in a namespace; stderr goes to stdout."""
+def start(machine: str | Sequence[str], *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """Python in a namespace, or behind a command that enters one; stderr goes to stdout."""
+    python = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"} | patience.environment()
     return subprocess.Popen(
-        inside(machine, sys.executable, *arguments),
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        [*(inside(machine) if isinstance(machine, str) else machine), sys.executable, *arguments],
+        env=os.environ | python | environment,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -87,5 +90,13 @@ def outputs(machines: list[str], *command: str, **environment: str | list[str]) 
     """The texts that two ranks write, one on each machine; a variable may have a value for each."""
     place = {"WORLD_SIZE": "2", "MASTER_PORT": "29500", "RANK": ["0", "1"]} | environment
     one, other = ({name: each if isinstance(each, str) else each[i] for name, each in place.items()} for i in (0, 1))
-    with started(machines[0], *command, **one) as first, started(machines[1], *command, **other) as second:
-        return [each.communicate(timeout=90)[0] for each in (first, second)]
+    return texts_of([start(machines[0], *command, **one), start(machines[1], *command, **other)])
+
+
+def texts_of(processes: list[subprocess.Popen[str]]) -> list[str]:
+    """All that the processes write until they end; those that do not end in time are killed."""
+    try:
+        return [process.communicate(timeout=90 * patience.factor())[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-from pathlib import Path
 
-import patience
 import pytest
+from namespaces import NEEDS_LAB, start, texts_of
 from plain_ranks import free_ports, torch_variables
 from start_ranks import needs_ucx
 
 from qccl.bench.lab import lab
 from qccl.bench.params import parse_link
 
-pytestmark = [
-    pytest.mark.lab,
-    pytest.mark.slow,
-    pytest.mark.skipif(lab.obstacle() is not None, reason=lab.obstacle() or "there is a lab"),
-]
+pytestmark = NEEDS_LAB
 
-ROOT = Path(__file__).resolve().parents[2]
 RANKS = 3
 #: a rank that calls shrink() as soon as its own call has ended; it must end on all of them, with the right sum
 PROGRAM = """
@@ -55,27 +47,13 @@ def slow_down(network: lab.Lab, rank: int, peer: int) -> None:
 @pytest.mark.parametrize("transport", [pytest.param("ucx", marks=needs_ucx), "wan"])
 def test_a_rank_that_shrinks_after_a_call_ends_it_on_no_other_rank(transport):
     """At that moment the others, between which the link is slow, still wait for the last bytes of the call."""
-    own = {"QCCL_TRANSPORT": transport, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}", "OMP_NUM_THREADS": "1"}
+    own = {"QCCL_TRANSPORT": transport, "OMP_NUM_THREADS": "1"}
     own |= {"QCCL_TOKEN": "a token of this test alone"} if transport == "wan" else {"UCX_TLS": "tcp,self"}
     (port,) = free_ports(1)
     with lab.Lab(RANKS, parse_link("100mbit")) as network:
         slow_down(network, 1, 2)
         slow_down(network, 2, 1)
-        place = {"MASTER_ADDR": network.first_address}
-        ranks = [
-            subprocess.Popen(
-                [*network.enter("RANK"), sys.executable, "-c", PROGRAM],
-                env=os.environ | patience.environment() | own | torch_variables(rank, RANKS, port) | place,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(RANKS)
-        ]
-        try:
-            texts = [each.communicate(timeout=120 * patience.factor())[0] for each in ranks]
-        finally:
-            for each in ranks:
-                each.kill()
+        places = [torch_variables(rank, RANKS, port) | {"MASTER_ADDR": network.first_address} for rank in range(RANKS)]
+        texts = texts_of([start(network.enter("RANK"), "-c", PROGRAM, **own, **place) for place in places])
     for rank, text in enumerate(texts):
         assert text == f"rank {rank} of {RANKS} over {transport} is done\n", texts

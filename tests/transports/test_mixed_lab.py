@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import mixed_ranks
 import patience
 import pytest
 from mixed_ranks import COUNT
+from namespaces import NEEDS_LAB, texts_of
+from namespaces import start as start_inside
 from start_ranks import needs_ucx
 
 from qccl.base.dtypes import FLOAT32
-from qccl.bench.lab import lab
 from qccl.bench.lab.lab import Lab
 from qccl.bench.params import parse_link
 from qccl.codecs import get
 
-pytestmark = [
-    pytest.mark.lab,
-    pytest.mark.slow,
-    pytest.mark.skipif(lab.obstacle() is not None, reason=lab.obstacle() or "there is a lab"),
-    needs_ucx,
-]
-
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = [sys.executable, str(ROOT / "tests" / "transports" / "mixed_ranks.py")]
+pytestmark = [*NEEDS_LAB, needs_ucx]
 
 
 @pytest.fixture
@@ -44,23 +36,11 @@ def start(network: Lab, name: str, rank: int | None, machine: int, **more: str) 
     place = {"MASTER_ADDR": network.first_address, "MASTER_PORT": "29544", "WORLD_SIZE": "4", "PLACED": str(machine)}
     settings = {"QCCL_TOKEN": "a token for tests only", "QCCL_TRANSPORT": "wan", "OMP_NUM_THREADS": "1"}
     own = {} if rank is None else {"RANK": str(rank), "LOCAL_RANK": str(rank // 2), "LOCAL_WORLD_SIZE": "2"}
-    python = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"} | patience.environment()
-    return subprocess.Popen(
-        [*network.enter("PLACED"), *PROGRAM, name],
-        env=os.environ | place | settings | python | own | more,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return start_inside(network.enter("PLACED"), mixed_ranks.__file__, name, **place, **settings, **own, **more)
 
 
 def ends(processes: list[subprocess.Popen[str]]) -> list[str]:
-    try:
-        texts = [process.communicate(timeout=90 * patience.factor())[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    texts = texts_of(processes)
     for text in texts:
         assert text.endswith("done\n"), "\n".join(texts)
     return texts
