@@ -27,16 +27,13 @@ from wan_groups import ports_of
 import qccl
 from qccl.bench.verdict import findings
 from qccl.observe.records import FOLDER, GroupRecord, read_record, write_record
-from qccl.transports.ucx import UcxTransport
-
-__all__ = ["STRIKES", "STYLES", "UNNAMED", "Case", "CaseGroup", "connect", "set_up", "strikes_over", "styles_of"]
 
 #: what happens to the victim; the last two cost no call its result
 STRIKES = ("killed", "stopped", "stopped for good", "raised", "interrupted", "late", "other call", "SIGUSR1", "cut")
 _HARMLESS = ("SIGUSR1", "cut")
-#: what a rank does with its error: it ends, or the survivors of a rank that was killed make a next group
-_UNCAUGHT, _REGROUPS = ("uncaught", "with"), ("shrinks", "grows")
-STYLES = ("closed", "caught", *_UNCAUGHT, *_REGROUPS)
+#: what a rank does with its error
+_UNCAUGHT = ("uncaught", "with")
+STYLES = ("closed", "caught", *_UNCAUGHT)
 #: of the verdict on the records where it is not "named" or "nothing to name"
 UNNAMED = ("among others", "wrongly named", "not named")
 _SIGNALS = {
@@ -45,8 +42,8 @@ _SIGNALS = {
 }
 #: the part of the strikes that happen in the middle of a large call, if they can
 _INSIDE = 0.85
-#: how long ranks that start wait for each other, those that make a next group, and what else a case may take
-_START, _REGROUP, _PATIENCE = 60.0, 20.0, 30.0
+#: how long ranks that start wait for each other, those whose peer is killed over UCX, and what else a case may take
+_START, _KILLED, _PATIENCE = 60.0, 20.0, 30.0
 #: large calls under way at once, which are struck inside; as many before them tell how long they last
 _BURST = 4
 
@@ -54,12 +51,6 @@ _BURST = 4
 def strikes_over(transport: str, strikes: Collection[str] = STRIKES) -> list[str]:
     """Those that can happen."""
     return [strike for strike in STRIKES if strike in strikes and (strike != "cut" or transport == "wan")]
-
-
-def styles_of(transport: str, strike: str, styles: Collection[str] = STYLES) -> list[str]:
-    """Those that ranks can have: over UCX survivors can shrink."""
-    can_shrink = strike == "killed" and transport.startswith("ucx")
-    return [style for style in STYLES if style in styles and (can_shrink or style not in _REGROUPS)]
 
 
 class ChaosError(Exception):
@@ -80,6 +71,7 @@ class Case:
         other: what the victim calls instead, or None.
         pause: for how long the victim is stopped or late, in seconds.
         rest: between the start of a burst of calls and the wait for them, in seconds.
+        is_noticed: UCX must tell the others of the loss, long before their deadline.
     """
 
     def __init__(
@@ -98,8 +90,9 @@ class Case:
         self.part, self.pause = chosen.uniform(0.02, 0.45), timeout * chosen.uniform(1.2, 1.5)
         way = chosen.choice(("codec", "count", "collective"))
         self.other = other_call(struck, way) if self.strike == "other call" else None
-        self.style, self.rest = chosen.choice(styles_of(transport, self.strike, styles)), chosen.choice((0, 0.01))
-        self.timeout = _REGROUP * patience.factor() if self.style in _REGROUPS else timeout
+        self.style, self.rest = chosen.choice(list(styles)), chosen.choice((0, 0.01))
+        self.is_noticed = self.strike == "killed" and transport.startswith("ucx")
+        self.timeout = _KILLED * patience.factor() if self.is_noticed else timeout
 
 
 # -- the processes ---------------------------------------------------------------------------------------------------
@@ -143,7 +136,6 @@ class Rank:
 
     def run(self, address: str) -> None:
         case = self.case
-        before = descriptors_with_ucx() if case.style in _REGROUPS else 0
         comm = connect(case.transport, self.rank, case.size, address)
         comm.timeout = case.timeout
         if case.transport == "wan":
@@ -161,8 +153,6 @@ class Rank:
             self.say(**what, call=self.call, at=time.time())
             if case.style in _UNCAUGHT:
                 raise
-            if case.style in _REGROUPS:
-                self.regroup(comm, before)
 
     def make_calls(self, comm: qccl.Communicator) -> None:
         case, lasted, array = self.case, 0.0, self.known.arrays[self.rank]
@@ -186,21 +176,6 @@ class Rank:
         if self.timer.is_alive():
             self.timer.join()  # so that the strike always comes before the last barrier
         comm.barrier()
-
-    def regroup(self, comm: qccl.Communicator, before: int) -> None:
-        """Go on without the victim, and perhaps with a process that joins; leave no descriptor open."""
-        size = comm.size
-        comm = comm.shrink()
-        members = [int(note) for note in comm.allgather(str(self.rank).encode())]
-        assert members == [rank for rank in range(size) if rank != self.case.victim], members
-        check_calls(comm, self.known)
-        if self.case.style == "grows":
-            self.say(address=comm.address)
-            comm = comm.grow(size)
-            assert (comm.rank, comm.size) == (members.index(self.rank), size)
-            check_calls(comm, self.known)
-        end_alike(comm)
-        self.say(done=True, descriptors=descriptors() - before)
 
     def strike(self, comm: qccl.Communicator, lasts: float) -> None:
         """Bring the strike about, now or in the middle of the next call."""
@@ -231,30 +206,6 @@ class Rank:
             cut(self.ports, random.Random(self.case.seed))
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def descriptors_with_ucx() -> int:
-    """How many are open while there is no group: UCX, once it is loaded, has some of its own."""
-    UcxTransport(lambda note: [note], _START).close()
-    return descriptors()
-
-
-def check_calls(comm: qccl.Communicator, known: Known) -> None:
-    for call in SMALL * 3:
-        out = call.out(comm.size, known.arrays[comm.rank])
-        call.make(comm, known.arrays[comm.rank], [out])
-        assert not (fault := known.fault(call, comm.size, comm.rank, out)), fault
-
-
-def end_alike(comm: qccl.Communicator) -> None:
-    """All ranks have made as many calls."""
-    calls = [int(note) for note in comm.allgather(str(comm.calls).encode())]
-    assert min(calls) == max(calls), calls
-    comm.close()
-
-
 def be_a_rank(case: Case, rank: int, folder: Path, address: str, known: Known) -> None:
     """In a process of its own: make the case's calls, and write to the folder what became of them."""
     os.environ[FOLDER] = str(folder / "records")
@@ -262,24 +213,14 @@ def be_a_rank(case: Case, rank: int, folder: Path, address: str, known: Known) -
     Rank(case, rank, folder, known).run(address)
 
 
-def be_a_newcomer(case: Case, folder: Path, address: str, known: Known) -> None:
-    """In a process of its own: join the survivors, as their last rank."""
-    set_up(case.transport, case.size - 1, case.size, address)
-    comm = qccl.join(address, case.timeout)
-    assert (comm.rank, comm.size) == (case.size - 1, case.size)
-    check_calls(comm, known)
-    end_alike(comm)
-    say(folder, case.size, done=True)
-
-
 # -- the program that starts and judges them -------------------------------------------------------------------------
 
 
 class CaseGroup:
-    """The ranks of a case; a process that joins them has the number ``case.size``."""
+    """The ranks of a case."""
 
     def __init__(self, case: Case, known: Known) -> None:
-        self.case, self.known = case, known
+        self.case = case
         self.folder = Path(tempfile.mkdtemp(prefix="chaos."))
         self.forks = Forks(self.folder)
         self.numbers, self.hung = list(range(case.size)), list[int]()
@@ -297,10 +238,6 @@ class CaseGroup:
                 forks.signal(case.victim, signal.SIGCONT)
             elif case.strike == "stopped for good" and len(forks.running) == 1:
                 forks.signal(case.victim, signal.SIGKILL)
-        if case.style == "grows" and case.size not in self.numbers:
-            for address in [what["address"] for what in self.said().values() if "address" in what][:1]:
-                self.numbers.append(case.size)
-                forks.start(case.size, partial(be_a_newcomer, case, self.folder, address, self.known))
         if time.monotonic() > self.limit and forks.running:
             self.hung += forks.running
             forks.end()
@@ -322,8 +259,6 @@ class CaseGroup:
         """What must not happen, whatever the strike."""
         case, struck = self.case, said[self.case.victim].get("struck")
         is_gone = case.strike in ("killed", "stopped for good") and struck is not None
-        if case.style == "grows" and case.size not in said:
-            yield "nobody could join"
         for rank, what in said.items():
             status = self.forks.statuses[rank]
             if rank in self.hung:
@@ -353,27 +288,23 @@ class CaseGroup:
     def seconds_to_end(self, rank: int, what: dict[str, Any], struck: float) -> float:
         """From the strike to the end of a rank that its error has ended; 0 where a rank had a reason to stay longer."""
         case = self.case
-        stays = case.style in _REGROUPS or case.strike in _HARMLESS
-        stays |= rank == case.victim and case.strike not in ("raised", "interrupted")
+        stays = rank == case.victim and case.strike not in ("raised", "interrupted")
+        stays |= case.strike in _HARMLESS
         return 0.0 if stays or "error" not in what else self.forks.ends[rank] - struck
 
     def wrongs_of_error(self, rank: int, what: dict[str, Any], struck: float | None, notice: float) -> Iterator[str]:
-        """What is wrong with the error of a rank that was not struck, and with what followed it."""
+        """What is wrong with the error of a rank that was not struck."""
         case = self.case
         if not what["is_ours"]:
             yield f"rank {rank} raised {what['error']}"
         if not re.search(r"\brank \d+", what["text"]):
             yield f"rank {rank} raised an error that names no rank: {what['text']}"
-        if case.style not in _REGROUPS:
+        if not case.is_noticed:
             return
         if what["error"] != "PeerLost" or not re.search(rf"\brank {case.victim} was lost", what["text"]):
             yield f"rank {rank} does not name the lost rank: {what['text']}"
         if struck is None or what["at"] > struck + notice:
             yield f"rank {rank} raised late: {what['at']}, after {struck}"
-        if what.get("descriptors"):
-            yield f"rank {rank} has {what['descriptors']} more descriptors"
-        if "done" not in what:
-            yield f"rank {rank} did not go on"
 
     def verdict(self, grace: float, notice: float) -> dict[str, Any]:
         """The case, its outcome, and what was wrong."""

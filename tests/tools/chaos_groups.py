@@ -8,6 +8,7 @@ also split(), shrink(), and a rank that leaves and joins again.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -32,8 +33,7 @@ from plain_ranks import free_ports
 from strangers import be_strangers
 
 import qccl
-
-__all__ = ["CALLS", "EVENTS", "LastingGroup"]
+from qccl.transports.ucx import UcxTransport
 
 EVENTS = ("kill", "join", "stop for a moment", "stop for good", "exceptions")
 #: of a group with exceptions, which has SIZE ranks, and of one whose ranks are lost and join
@@ -288,6 +288,10 @@ class Rank:
 LOSSES = (qccl.PeerLost, qccl.CollectiveTimeout)
 
 
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 def be_a_rank(plan: Plan, number: int, folder: Path, address: str, size: int) -> None:
     """In a process of its own, whose exit status says whether the others have left it out or not taken it in.
 
@@ -295,6 +299,9 @@ def be_a_rank(plan: Plan, number: int, folder: Path, address: str, size: int) ->
     """
     set_up(plan.transport, number, size or SIZE, address if size else ":0")
     rank = Rank(plan, number, folder)
+    if plan.transport.startswith("ucx"):  # once it is loaded, UCX has some descriptors of its own
+        UcxTransport(lambda note: [note], SETTLE).close()
+    before = descriptors()
     try:
         comm = connect(plan.transport, number, size, address, SETTLE) if size else qccl.join(address, SETTLE)
         comm.timeout = rank.timeout
@@ -302,6 +309,11 @@ def be_a_rank(plan: Plan, number: int, folder: Path, address: str, size: int) ->
         rank.say(error=str(error))
         sys.exit(NOT_TAKEN)
     rank.run(comm)
+    if not plan.interrupts:
+        del comm, rank.comm
+        gc.collect()
+        if (left := descriptors()) > before:
+            rank.say(wrong=f"{left - before} descriptors stay open")
 
 
 # -- the program that starts, strikes and watches them ---------------------------------------------------------------

@@ -18,13 +18,6 @@ def test_nobody_hangs_and_explain_names_who_was_struck():
     assert total["named"] + total["among others"] >= 0.95 * total["to name"], output
 
 
-def test_survivors_go_on_and_take_in_a_new_rank():
-    """Over shared memory and TCP."""
-    ranks = ("--transports", "ucx,ucx-tcp", "--strikes", "killed", "--styles", "shrinks,grows")
-    total, output = run_cases(6, *ranks, "--seed", "1")
-    assert total["styles"] == {"shrinks": 3, "grows": 3} and total["to name"] == 6, output
-
-
 @pytest.mark.parametrize(
     ("strikes", "transports"),
     [("kill,join,stop for a moment,stop for good", "ucx"), ("exceptions", "ucx,wan")],
