@@ -9,8 +9,6 @@ from qccl import _host
 from qccl.meeting import callers, tls
 from qccl.meeting.secure_socket import SecureSocket
 
-__all__ = ["SECRET", "client_hello", "shake_hands", "stream"]
-
 SECRET = bytes(range(32))
 
 

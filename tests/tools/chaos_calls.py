@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 import qccl
 
-__all__ = ["LARGE", "SIZES", "SMALL", "Array", "Call", "Known", "known", "other_call"]
-
 Array = NDArray[np.float32]
 SIZES = (2, 3, 4, 5)
 

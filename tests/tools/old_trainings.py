@@ -10,19 +10,6 @@ import numpy as np
 
 import qccl
 
-__all__ = [
-    "FOLDER",
-    "SAVED_AFTER",
-    "SIZE",
-    "STEPS",
-    "TRAININGS",
-    "Training",
-    "check_goes_on",
-    "gradient",
-    "rank_file",
-    "sum_of_steps",
-]
-
 FOLDER = Path(__file__).parents[1] / "old_files" / "written_by_837b5da"
 SIZE = 2
 #: steps before the files are saved, and in all

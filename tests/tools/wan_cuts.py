@@ -21,8 +21,6 @@ from pathlib import Path
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("support", "transports", "meeting")]
 from wan_groups import Group, group
 
-__all__ = ["HOW", "cut", "run"]
-
 _LIBC = ctypes.CDLL(None)
 #: how a connection is cut; "kill" by the system, as an administrator may
 HOW = ("shutdown", "writing", "reading", "reset", *(["kill"] if os.geteuid() == 0 and shutil.which("ss") else []))

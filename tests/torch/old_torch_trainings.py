@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from old_trainings import FOLDER, SAVED_AFTER, SIZE, Training, gradient, sum_of_steps
+from old_trainings import SAVED_AFTER, Training, gradient, sum_of_steps
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import qccl.torch
-
-__all__ = ["FOLDER", "SIZE", "TRAININGS", "sum_of_steps"]
 
 #: the shapes and element types of parameters; DDP's model has all, FSDP2's the float32 ones
 SHAPES = {"a": (12, 20), "b": (9, 16), "bf16": (8, 16), "bias": (10,), "conv": (4, 3, 2, 2)}

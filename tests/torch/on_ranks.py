@@ -17,8 +17,6 @@ import torch.distributed as dist
 from plain_ranks import torch_variables
 from rank_forks import Ended, check
 
-__all__ = ["Ended", "check", "in_group", "on_ranks", "run"]
-
 _SETTINGS = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 _ARGUMENTS = "QCCL_TEST_ARGUMENTS"
 

@@ -9,7 +9,7 @@ import numpy as np
 import old_torch_trainings
 import pytest
 import torch.distributed as dist
-from old_torch_trainings import FOLDER, SIZE, sum_of_steps
+from old_trainings import FOLDER, SIZE, sum_of_steps
 from on_ranks import on_ranks
 
 TRAININGS = {made.__name__: made for made in old_torch_trainings.TRAININGS}

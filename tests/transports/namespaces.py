@@ -14,8 +14,6 @@ import pytest
 
 from qccl.bench.lab import lab
 
-__all__ = ["NEEDS_LAB", "cable", "inside", "ip", "linked", "namespaces", "outputs", "start", "started", "texts_of"]
-
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS_LAB = [
     pytest.mark.lab,

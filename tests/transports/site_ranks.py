@@ -14,8 +14,6 @@ import numpy as np
 
 import qccl
 
-__all__ = ["MARK"]
-
 #: the values of the arrays; sums of a few are exact
 MARK = np.float32(1_234_567)
 

@@ -12,8 +12,6 @@ import patience
 
 import qccl
 
-__all__ = ["call_until_it_fails", "check_sum", "connect", "next_group", "processes_of", "wait_for_the_end"]
-
 
 def connect(rank: int, size: int, address: str, timeout: float = 30.0) -> qccl.Communicator:
     machines.pretend(rank)

@@ -19,8 +19,6 @@ import qccl
 from qccl.meeting import topology
 from qccl.transports.wan import WanTransport
 
-__all__ = ["COUNTS", "Group", "allreduces", "group", "ports_of"]
-
 #: values of one call, and how many calls are under way at once
 COUNTS = [(0, 1), (1, 1), (64, 20), (1000, 3), (5000, 20), (100_000, 3), (1_000_000, 2)]
 

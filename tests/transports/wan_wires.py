@@ -17,26 +17,6 @@ from strangers import has_ended
 from qccl import _host
 from qccl.meeting import tls
 
-__all__ = [
-    "ACK",
-    "ANNOUNCE",
-    "BYE",
-    "DATA",
-    "HEAD",
-    "HELLO",
-    "PART",
-    "POSTED",
-    "PROBE",
-    "Fault",
-    "Raw",
-    "Wire",
-    "connected",
-    "false_rank",
-    "frame",
-    "hello",
-    "poll_until",
-]
-
 #: kernels/wires/wan/frames.h: the head of a frame, its kinds, and the bytes of a message in one frame
 HEAD = struct.Struct("<IIiIQQQ")
 HELLO, DATA, ACK, ANNOUNCE, POSTED, BYE, PROBE = range(1, 8)
