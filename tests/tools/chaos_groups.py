@@ -97,13 +97,12 @@ class Rank:
 
     def run(self, comm: qccl.Communicator) -> None:
         self.comm = comm
-        while not self.over:
+        while self.settle():
+            if self.over:
+                return self.comm.close()
             with suppress(Failed):
                 for step in range(1 if self.plan.interrupts else LOOKS):
                     self.make_call(random.Random(f"{self.plan.seed} {self.round} {step}"))
-            if not self.settle():
-                return
-        self.comm.close()
 
     def settle(self) -> bool:
         """Go on when all ranks are one group; False over gloo, where a group that has failed has no next one."""
@@ -114,7 +113,8 @@ class Rank:
             try:
                 if self.joining:
                     self.let_join()
-                self.vote()
+                while self.vote():
+                    pass  # processes have joined, which vote, too
                 self.joining = False
                 return True
             except Failed:
@@ -209,8 +209,8 @@ class Rank:
                 self.leave_out(str(error))
             return None
 
-    def vote(self) -> None:
-        """All ranks say that they go on, and whether they have the group of a split(). Processes may join."""
+    def vote(self) -> bool:
+        """All ranks say that they go on, and whether they have a group of split(). Returns whether processes joined."""
         self.interrupter, sub, self.sub = Interrupter(), self.sub, None
         note = [self.round, sub is not None, (self.folder / "over").exists(), self.number]
         votes = self.attempt(lambda: self.comm.allgather(json.dumps(note).encode()))
@@ -234,10 +234,12 @@ class Rank:
         elif sub is not None:
             sub.abort("another rank has no such group")
         if not self.plan.interrupts and not self.over:
-            grown = self.attempt(self.comm.grow)
+            size, grown = self.comm.size, self.attempt(self.comm.grow)
             if grown is None:
                 raise Failed
             self.comm = grown
+            return grown.size > size
+        return False
 
     def go_on(self, interrupter: Interrupter | None = None) -> None:
         """shrink() until the ranks are a group again; on a busy machine they may miss each other."""
