@@ -1,6 +1,7 @@
 """scripts/gpu-check on fake GPUs: the program of each section's process, with less of everything.
 
-The environment may name a section that fails (QCCL_FAKE_FAILS), and one that hangs (QCCL_FAKE_HANGS).
+The environment may name a section that fails (QCCL_FAKE_FAILS), and one that hangs (QCCL_FAKE_HANGS). With
+QCCL_FAKE_WRONG each array that comes from the GPU has a wrong bit.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 
 import fake_cuda
 import fake_kernels
+import numpy as np
+import patience
 from fake_device import Block
 
 _blocks: list[Block] = []
@@ -26,7 +29,9 @@ def main() -> int:
     with fake_cuda.installed(world := fake_cuda.World(), fake_kernels.work):
         import check
 
-        check.PROGRAM = Path(__file__)
+        check.PROGRAM, patient = Path(__file__), patience.factor()
+        check.SECTIONS = {name: (act, limit * patient) for name, (act, limit) in check.SECTIONS.items()}
+        check.CALL_SECONDS = {run: seconds * patient for run, seconds in check.CALL_SECONDS.items()}
         if "--inside" in sys.argv:
             make_small(world)
         return check.program()
@@ -38,6 +43,7 @@ def make_small(world: fake_cuda.World) -> None:
     import calls
     import check
     import codec_kernels
+    import device
     import probe
     import queues
     import ranks
@@ -58,8 +64,15 @@ def make_small(world: fake_cuda.World) -> None:
     for variable, act in (("QCCL_FAKE_FAILS", fail), ("QCCL_FAKE_HANGS", hang)):
         if (name := os.environ.get(variable)) is not None:
             check.SECTIONS[name] = act, check.SECTIONS[name][1]
+    if "QCCL_FAKE_WRONG" in os.environ:
+        device.DeviceArray.get = lambda array, get=device.DeviceArray.get: spoilt(get(array))
     for name in ("torch", "jax"):
         check.SECTIONS[name] = lambda: {}, check.SECTIONS[name][1]
+
+
+def spoilt(found: np.ndarray) -> np.ndarray:
+    found.reshape(-1).view(np.uint8)[:1] ^= 1
+    return found
 
 
 def fail() -> dict[str, Any]:

@@ -52,29 +52,11 @@ def names(ran):
     return found
 
 
-def test_the_file_of_both_calls(outcomes, tmp_path, capsys):
-    """The second call has sanitizer first if nothing has failed; both fill one file, named by GPU, date and commit."""
-    import check
+def test_what_each_call_runs(outcomes, tmp_path, monkeypatch, capsys):
+    """The second call has first what has failed, also for the commit that mends it, and sanitizer if nothing has.
 
-    with pytest.raises(SystemExit):
-        check.main(["kernles"])
-    assert "there is no section kernles; the sections are probe, driver" in capsys.readouterr().err
-    _, ran = outcomes
-    assert check.main(["--run", "first", "-o", str(tmp_path / "new")]) == 0
-    assert names(ran) == check.FIRST and "to mend: nothing; not started: none" in capsys.readouterr().out
-    [path] = (tmp_path / "new").glob("*.json")
-    assert not json.loads(path.read_text())["passed"]
-    assert check.main(["--run", "second", "-o", str(tmp_path / "new")]) == 0
-    assert names(ran) == ["sanitizer", *(name for name in check.SECOND if name != "sanitizer")]
-    content = json.loads(path.read_text())
-    assert content["passed"] and list(content["sections"]) == list(check.SECTIONS)
-    assert path.name.startswith(f"fake-100-{content['date'][:10]}-{content['commit'][:8]}")
-    assert content["machine"]["gpus"][0] == "Fake 100" and content["machine"]["libraries"]["NCCL"] == "2.28.0"
-    assert content["packages"]["numpy"] == numpy.__version__ and content["sections"]["streams"]["date"]
-
-
-def test_what_has_failed_comes_first_in_the_second_call(outcomes, tmp_path, monkeypatch, capsys):
-    """Also for the commit that mends it, whose file has only what ran for it. A decisive failure ends a call."""
+    A decisive failure ends a call. Both calls for one commit fill one file, named by GPU, date and commit.
+    """
     import check
 
     status, ran = outcomes
@@ -83,19 +65,35 @@ def test_what_has_failed_comes_first_in_the_second_call(outcomes, tmp_path, monk
         ("b2", "second", ["bandwidth"], ["nccl", "rates", *check.SECOND]),
         ("c3", "first", ["driver"], ["probe", "driver"]),
         ("d4", "second", [], [*check.FIRST[1:], *check.SECOND]),
+        ("e5", "first", [], check.FIRST),
+        ("e5", "second", [], ["sanitizer", *(name for name in check.SECOND if name != "sanitizer")]),
     ):
         monkeypatch.setenv("QCCL_COMMIT", commit)
         status |= dict.fromkeys(check.REQUIRED, "passed") | dict.fromkeys(failed, "failed")
         assert check.main(["--run", run, "-o", str(tmp_path)]) == bool(failed)
-        assert f"to mend: {', '.join(failed) or 'nothing'};" in capsys.readouterr().out
-        assert (found := names(ran)) == expected
+        assert f"to mend: {', '.join(failed) or 'nothing'}; not started: none" in capsys.readouterr().out or failed
+        found = names(ran)
+        assert found == expected
         [path] = tmp_path.glob(f"fake-100-*-{commit}.json")
-        assert json.loads(path.read_text())["sections"].keys() == set(found)
-        if commit != "d4":  # later files of the same second
-            content = json.loads(path.read_text())
-            path.write_text(json.dumps(content | {"date": f"2026-01-0{commit[1]}"}))
-    monkeypatch.delenv("QCCL_COMMIT")
-    monkeypatch.setattr(check, "ROOT", ROOT / "tests")  # in a repository, but not its root
+        content = json.loads(path.read_text())
+        assert path.name.startswith(f"fake-100-{content['date'][:10]}-")
+        if (commit, run) == ("e5", "second"):
+            assert content["passed"] and list(content["sections"]) == list(check.SECTIONS)
+        else:
+            assert not content["passed"] and content["sections"].keys() == set(found)
+        path.write_text(json.dumps(content | {"date": f"2026-01-0{commit[1]}"}))  # later files of the same second
+    assert content["machine"]["gpus"][0] == "Fake 100" and content["machine"]["libraries"]["NCCL"] == "2.28.0"
+    assert content["packages"]["numpy"] == numpy.__version__ and content["sections"]["streams"]["date"]
+
+
+def test_arguments_that_are_refused(outcomes, tmp_path, monkeypatch, capsys):
+    """Unknown sections, and a folder that is in a repository but not its root."""
+    import check
+
+    with pytest.raises(SystemExit):
+        check.main(["kernles"])
+    assert "there is no section kernles; the sections are probe, driver" in capsys.readouterr().err
+    monkeypatch.setattr(check, "ROOT", ROOT / "tests")
     with pytest.raises(SystemExit):
         check.main(["graphs", "-o", str(tmp_path)])
 
@@ -243,3 +241,13 @@ def test_a_section(section, tmp_path):
     if found["status"] == "not run":
         pytest.skip(found["reason"])
     assert found["status"] == "passed", found["reason"]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_wrong_bit_is_found(carried):
+    """Every section that looks at results fails if one bit of them is wrong."""
+    sections = ("driver", "codecs", "nccl", "graphs", "kernels", "ranks", "staged")
+    output, _ = carried(*sections, QCCL_FAKE_WRONG="1").communicate(timeout=300)
+    assert f"to mend: {', '.join(sections)}; not started: none" in output, output
+    assert "rank 0 of 2" in output and "reduce: 1 bytes of buffer" in output and "staged" in output, output
