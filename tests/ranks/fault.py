@@ -43,8 +43,6 @@ def fail(comm: qccl.Communicator, how: str) -> None:
         case "late for a split":
             time.sleep(TIMEOUT + 3)
             comm.split(0)
-        case "die":
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stay(comm: qccl.Communicator) -> None:
