@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rank_calls import bound
 
 import qccl
-from qccl.communicator.session import Session
 from qccl.jax import allreduce, default_communicator, reduce_gradients
 
 RANK, SIZE = int(os.environ.pop("RANK")), int(os.environ.pop("WORLD_SIZE"))
@@ -46,23 +46,11 @@ def test_the_bits_of_calls_that_are_not_compiled():
         assert equal(compiled(tree), wanted) and equal(compiled(tree), wanted)
 
 
-@pytest.fixture
-def calls(monkeypatch) -> list[dict]:
-    """The arrays of each call of the communicator: their Values by name."""
-    made, bind = [], Session.bind
-
-    def spy(session, spec, arrays, *rest):
-        made.append(arrays)
-        return bind(session, spec, arrays, *rest)
-
-    monkeypatch.setattr(Session, "bind", spy)
-    return made
-
-
-def test_memory_is_used_as_it_is(calls):
+def test_memory_is_used_as_it_is():
     x = jnp.ones((300, 1000)).block_until_ready()
-    found = jax.jit(allreduce)(x).block_until_ready()
-    addresses = {name: values.address for name, values in calls.pop().items()}
+    with bound() as calls:
+        found = jax.jit(allreduce)(x).block_until_ready()
+    addresses = {name: values.address for name, values in calls.pop()[1].items()}
     assert addresses == {"input 0": x.unsafe_buffer_pointer(), "output 0": found.unsafe_buffer_pointer()}
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import jax
 import pytest
+from rank_forks import outputs
 
 from qccl import _host
 
@@ -23,7 +20,7 @@ def test_jax(dtype: str) -> None:
 def test_a_sharded_jax_array():
     """It needs two devices, which JAX must be told of when it starts."""
     program = """
-import jax, numpy as np, qccl
+import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 mesh = Mesh(jax.devices(), ("a",))
 def run(comm):
@@ -40,10 +37,7 @@ def run(comm):
 for errors in qccl.run_ranks(2, run):
     print(*errors, sep="\\n")
 """
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    [found] = outputs(program, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    lines = found.splitlines()
     assert len(lines) == 4
     assert all("on 2 devices" in line and "x.addressable_shards[0].data" in line for line in lines)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rank_calls import bound
+from rank_forks import outputs
 from start_ranks import needs_ucx, start_plain
 from thread_ranks import on_ranks
 
 import qccl
-from qccl.communicator.session import Session
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -77,56 +78,38 @@ def test_the_bits_of_coalesced_calls(codec, op):
     assert first == second
 
 
-def test_ranks_that_share_nodes_use_two_levels(monkeypatch):
+def test_ranks_that_share_nodes_use_two_levels():
     """Without a word about nodes."""
-    found, bind = [], Session.bind
-
-    def spy(session, spec, *rest):
-        found.append((spec.name, spec.node_ids))
-        return bind(session, spec, *rest)
-
-    monkeypatch.setattr(Session, "bind", spy)
     nodes = (0, 0, 1, 1)
 
     def run(comm):
         comm.nodes = nodes
         return bits(qccl.jax.allreduce({"w": jnp.ones((512, 1024)) * comm.rank, "b": jnp.ones(512)}, comm=comm))
 
-    first, *others = qccl.run_ranks(4, run, timeout=30)
+    with bound() as calls:
+        first, *others = qccl.run_ranks(4, run, timeout=30)
     assert all(other == first for other in others)
-    assert found == [("hierarchical_allreduce_coalesced", nodes)] * 4
+    assert [(spec.name, spec.node_ids) for spec, _ in calls] == [("hierarchical_allreduce_coalesced", nodes)] * 4
 
 
-def test_a_program_for_a_gpu_is_refused(monkeypatch):
+@on_ranks(1)
+def test_a_program_for_a_gpu_is_refused(comm, monkeypatch):
     """When it is traced, with what to do instead."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-
-    def run(comm):
-        with pytest.raises(qccl.ArgumentError, match="programs for gpu cannot call qccl; call it between"):
-            jax.jit(lambda x: qccl.jax.allreduce(x, comm=comm)).trace(jnp.ones(100))
-
-    qccl.run_ranks(1, run)
+    with pytest.raises(qccl.ArgumentError, match="programs for gpu cannot call qccl; call it between"):
+        jax.jit(lambda x: qccl.jax.allreduce(x, comm=comm)).trace(jnp.ones(100))
 
 
-def test_memory_is_used_as_it_is(monkeypatch):
+@on_ranks(1)
+def test_memory_is_used_as_it_is(comm):
     """The call reads JAX's memory, and JAX uses the call's output."""
-    used = []
-    bind = Session.bind
-
-    def spy(session, spec, arrays, *rest):
-        used.append({name: values.address for name, values in arrays.items()})
-        return bind(session, spec, arrays, *rest)
-
-    monkeypatch.setattr(Session, "bind", spy)
-
-    def run(comm):
-        for x in (jnp.arange(5000.0), jnp.ones((3, 5), jnp.bfloat16), jnp.float16(2)):
+    for x in (jnp.arange(5000.0), jnp.ones((3, 5), jnp.bfloat16), jnp.float16(2)):
+        with bound() as calls:
             found = qccl.jax.allreduce(x, comm=comm)
-            addresses = {"input 0": x.unsafe_buffer_pointer(), "output 0": found.unsafe_buffer_pointer()}
-            assert used.pop() == addresses and not used
-            assert (np.asarray(x) == np.asarray(found)).all()
-
-    qccl.run_ranks(1, run)
+        [(_, arrays)] = calls
+        addresses = {"input 0": x.unsafe_buffer_pointer(), "output 0": found.unsafe_buffer_pointer()}
+        assert {name: values.address for name, values in arrays.items()} == addresses
+        assert (np.asarray(x) == np.asarray(found)).all()
 
 
 @on_ranks(2, timeout=30)
@@ -348,10 +331,7 @@ print("refused")
 
 def test_arrays_on_several_devices():
     """JAX must be told of two devices when it starts."""
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", SEVERAL_DEVICES]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
-    assert ended.stdout == "refused\n", ended.stdout + ended.stderr
+    assert outputs(SEVERAL_DEVICES, XLA_FLAGS="--xla_force_host_platform_device_count=2") == ["refused\n"]
 
 
 UNDER_WAY = """

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 import qccl
+from qccl.collectives import CollectiveSpec
+from qccl.communicator.session import Session
 
 #: with algorithms: by default ranks that share nodes use two levels, and loopback's ranks are on one node
 CALLS = [
@@ -41,6 +44,23 @@ def check_texts_and_a_split(comm: qccl.Communicator) -> None:
         y = np.ones(100, np.float32)
         assert (sub.quantized_allreduce(y) == sub.size).all()
         sub.close()
+
+
+@contextmanager
+def bound() -> Iterator[list[tuple[CollectiveSpec, dict[str, Any]]]]:
+    """The collectives of the calls that are prepared meanwhile, each with its arrays by name."""
+    found: list[tuple[CollectiveSpec, dict[str, Any]]] = []
+    bind = Session.bind
+
+    def spy(session: Session, spec: CollectiveSpec, arrays: dict[str, Any], *rest: Any) -> Any:
+        found.append((spec, arrays))
+        return bind(session, spec, arrays, *rest)
+
+    Session.bind = spy  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Session.bind = bind  # type: ignore[method-assign]
 
 
 def error_of(act: Callable[[], Any], kind: type[BaseException] | tuple[type[BaseException], ...] = Exception) -> str:

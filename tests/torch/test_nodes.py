@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import machines
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from rank_calls import bound
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import Linear
 from torch.nn.parallel import DistributedDataParallel
 
 import qccl
-from qccl.collectives import CollectiveSpec
-from qccl.communicator.session import Session
 from qccl.torch import AllGather, ReduceScatter, compress
 
 NODES = (0, 0, 1, 1)
@@ -24,26 +20,9 @@ NODES = (0, 0, 1, 1)
 INPUTS, OUTPUTS = 1024, 1024
 
 
-@contextmanager
-def chosen() -> Iterator[list[CollectiveSpec]]:
-    """The collectives of the calls that are made for the first time, on ranks of two machines."""
-    machines.pretend(dist.get_rank())
-    found: list[CollectiveSpec] = []
-    bind = Session.bind
-
-    def spy(session, spec, *rest):
-        found.append(spec)
-        return bind(session, spec, *rest)
-
-    Session.bind = spy
-    try:
-        yield found
-    finally:
-        Session.bind = bind
-
-
-def check(specs: list[CollectiveSpec], *names: str) -> None:
-    found = {(spec.name, getattr(spec, "node_ids", None)) for spec in specs}
+def check(calls: list, *names: str) -> None:
+    """The calls that bound() has seen use two levels."""
+    found = {(spec.name, getattr(spec, "node_ids", None)) for spec, _ in calls}
     assert found == {(name, NODES) for name in names}, found
 
 
@@ -54,31 +33,34 @@ def step(model: torch.nn.Module) -> None:
 @on_ranks(4, transport="gloo", QCCL_TEST_RANKS_EACH="2")
 def test_compressed() -> None:
     """The buckets of a compressed DistributedDataParallel."""
+    machines.pretend(dist.get_rank())
     for codec in ("minmax8", "minmax4+ef"):
         model = DistributedDataParallel(Linear(INPUTS, OUTPUTS, bias=False))
-        with chosen() as specs, compress(model, codec):
+        with bound() as calls, compress(model, codec):
             step(model)
-        check(specs, "hierarchical_allreduce_coalesced")
+        check(calls, "hierarchical_allreduce_coalesced")
 
 
 @on_ranks(4, transport="gloo", QCCL_TEST_RANKS_EACH="2")
 def test_sharded() -> None:
     """FSDP2's gradients and weights."""
+    machines.pretend(dist.get_rank())
     mesh = init_device_mesh("cpu", (4,))
-    with chosen() as specs, qccl.Communicator.from_torch(mesh.get_group(), timeout=60) as comm:
+    with bound() as calls, qccl.Communicator.from_torch(mesh.get_group(), timeout=60) as comm:
         model = fully_shard(Linear(INPUTS, OUTPUTS, bias=False), mesh=mesh)
         ReduceScatter("minmax8", comm).install(model)
         AllGather("minmax8", comm).install(model)
         step(model)
-    check(specs, "reduce_scatter", "all_gather")
+    check(calls, "reduce_scatter", "all_gather")
 
 
 @on_ranks(4, transport="gloo", QCCL_TEST_RANKS_EACH="2")
 def test_grouped() -> None:
     """The process group "qccl", which gathers exactly."""
+    machines.pretend(dist.get_rank())
     whole, part = torch.ones(INPUTS * OUTPUTS), torch.ones(INPUTS * OUTPUTS // 4)
-    with chosen() as specs:
+    with bound() as calls:
         group = dist.new_group(backend="qccl")
         dist.all_reduce(whole, group=group)
         dist.reduce_scatter_tensor(part, whole, group=group)
-        check(specs, "hierarchical_allreduce", "reduce_scatter")
+        check(calls, "hierarchical_allreduce", "reduce_scatter")
