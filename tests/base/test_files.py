@@ -19,7 +19,7 @@ import qccl
 from qccl.base.files import check_writable, read_file, reading, writing
 from qccl.base.trace import write_trace
 from qccl.bench.cli import main
-from qccl.bench.params import output_file
+from qccl.bench.params import output_file, write_json
 from qccl.observe.records import FOLDER, read_record
 
 PACKAGE = Path(qccl.__file__).parent
@@ -171,15 +171,16 @@ def write(path: Path) -> None:
         file.write(b"new")
 
 
-@pytest.mark.parametrize(
-    ("name", "write_it"),
-    [
-        ("state.npz", save),
-        ("trace.json", lambda path: write_trace(str(path), [])),
-    ],
+EVERY_WRITER = pytest.mark.parametrize(
+    "write_it",
+    [save, lambda path: write_trace(str(path), []), lambda path: write_json(output_file(str(path)), [1])],
+    ids=["state", "trace", "JSON"],
 )
-def test_a_link_of_another_user_is_replaced_itself(name, write_it, shared, victim, planted):
-    link = shared / name
+
+
+@EVERY_WRITER
+def test_a_link_of_another_user_is_replaced_itself(write_it, shared, victim, planted):
+    link = shared / "name"
     link.symlink_to(victim)
     planted(link)
     write_it(link)
@@ -253,14 +254,69 @@ def test_members_of_a_group_share_folders(tmp_path):
     assert (folder / "x").read_text() == "new" and (folder / "x").stat().st_uid == NOBODY
 
 
-def test_own_links_are_followed_also_over_several(tmp_path):
-    target, folder = tmp_path / "a" / "target", tmp_path / "folder"
+@EVERY_WRITER
+@pytest.mark.parametrize("is_there", [True, False])
+def test_own_links_are_followed_also_over_several(write_it, is_there, tmp_path):
+    """The target is replaced and keeps its mode, or is made."""
+    target, folder, link = tmp_path / "a" / "target", tmp_path / "folder", tmp_path / "first"
     target.parent.mkdir()
+    if is_there:
+        target.write_text("old")
+        target.chmod(0o640)
     folder.symlink_to("a", target_is_directory=True)
     (tmp_path / "a" / "second").symlink_to("../a/./target")
-    (tmp_path / "first").symlink_to(folder / "second")
-    write(tmp_path / "first")
-    assert target.read_text() == "new" and not target.is_symlink() and (tmp_path / "first").is_symlink()
+    link.symlink_to(folder / "second")
+    write_it(link)
+    assert target.stat().st_size > 3 and not target.is_symlink() and link.is_symlink()
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640 or not is_there
+    assert sorted(path.name for path in target.parent.iterdir()) == ["second", "target"]
+
+
+@EVERY_WRITER
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_pipe_is_written_into(write_it, is_link, pipe, tmp_path):
+    """It stands for /dev/stderr, which may be a link to a pipe."""
+    path = tmp_path / "link" if is_link else pipe
+    if is_link:
+        path.symlink_to(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # a writer need not wait
+    try:
+        write_it(path)
+        assert os.read(reader, 1 << 16)
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode) and path.is_symlink() == is_link
+
+
+@EVERY_WRITER
+def test_a_device_is_written_into(write_it, tmp_path):
+    device = tmp_path / "null"
+    try:
+        os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        device.open("w").close()
+    except PermissionError as error:
+        pytest.skip(f"this user may not make or use a device there: {error}")
+    write_it(device)
+    assert stat.S_ISCHR(device.stat().st_mode)
+
+
+def test_an_exception_keeps_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), writing(path) as file:
+        file.write(b"the first bytes")
+        raise KeyboardInterrupt
+    with pytest.raises(TypeError):
+        write_json(str(path), ["begun", object()])
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_with_the_name_of_the_temporary_file_is_not_followed(tmp_path, victim, monkeypatch):
+    monkeypatch.setattr("secrets.token_hex", lambda nbytes: "0")
+    (tmp_path / "x.0.tmp").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        write(tmp_path / "x")
+    assert victim.read_text() == "precious"
 
 
 def test_what_cannot_be_written_names_the_path(tmp_path, pipe):

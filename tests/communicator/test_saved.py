@@ -60,26 +60,6 @@ def test_what_is_saved_comes_back(tmp_path):
     assert not (tmp_path / "wrong.npz").exists()
 
 
-def test_an_older_file_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
-    path, link = tmp_path / "state.npz", tmp_path / "link"
-    qccl.save_state(path, {"step": 1})
-    path.chmod(0o640)
-    link.symlink_to(path)
-
-    def killed(to, **arrays):
-        to.write(b"the first bytes")
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "savez", killed)
-        with pytest.raises(KeyboardInterrupt):
-            qccl.save_state(path, {"step": 2})
-    assert qccl.load_state(path) == {"step": 1}
-    qccl.save_state(link, {"step": 3})
-    assert link.is_symlink() and qccl.load_state(path) == {"step": 3}
-    assert path.stat().st_mode & 0o777 == 0o640 and sorted(tmp_path.iterdir()) == [link, path]
-
-
 class Payload:
     def __reduce__(self):
         return pytest.fail, ("a file was executed",)
@@ -213,8 +193,3 @@ def test_states_of_diloco_and_of_decentralized_training_that_someone_made_up(com
         assert_refused_or_loaded(
             each.load_state_dict, good, lambda wanted=wanted, each=each: saved(each.state_dict()) == wanted
         )
-
-
-def test_a_state_for_a_device():
-    """As programs do that measure how long saving takes: zipfile takes positions from no device."""
-    qccl.save_state("/dev/null", {"x": np.arange(3)})
