@@ -10,8 +10,6 @@ from qccl import codecs
 from qccl.bench.sweep.calls import Case, PlainCall, QuantizedCall
 from qccl.bench.sweep.measure import Counts, Row, measure
 
-__all__ = ["SHARED", "measure_one", "measured"]
-
 SHARED = {"layout": "sharded", "node_ids": [0, 0, 1, 1]}
 _ONCE = Counts(iters=1, warmups=0, checks=1)
 

@@ -26,11 +26,6 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(main, arguments)
 
 
-def test_nccl_tests_flags_with_their_one_value_are_accepted() -> None:
-    result = invoke("allreduce", "-t1", "-g1", "-m1", "-p0", "-z1", "-G0", "-C0", "-b2M", "-e1M")
-    assert "-e 1048576 is less than" in result.output  # the flags were accepted, and the sizes refused
-
-
 @pytest.mark.parametrize("command", [["allreduce", "--link", "1gbit"], ["run", "--link", "1gbit", "true"]])
 def test_link_without_root_says_what_to_do(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     monkeypatch.setattr(lab.shutil, "which", lambda tool: f"/sbin/{tool}")
@@ -97,7 +92,7 @@ def test_ranks_that_differ_from_the_launchers_are_refused(monkeypatch: pytest.Mo
 def test_codec_times_every_kernel_beside_memcpy(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     result = invoke("codec", "-b", "256K", "-n", "2", "--codec", "minmax8,none", "--json", str(path))
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 0 and "memcpy" in result.output, result.output
     rows = [line.split() for line in result.output.splitlines() if not line.startswith("#")]
     assert [(r[0], r[-1]) for r in rows] == [(t, c) for c in ("minmax8", "none") for t in ("float", "half", "bfloat16")]
     assert [r[1] for r in rows] == ["1.0078"] * 3 + ["4.0000", "2.0000", "2.0000"]
@@ -130,15 +125,6 @@ def test_factors_are_those_of_nccl_tests() -> None:
         **{"allreduce_coalesced": 1.5, "peer_exchange": 2.0},  # in a ring: a link to each side
     }
     assert [KINDS["peer_exchange"].factor(n) for n in (1, 2, 3)] == [0.0, 1.0, 2.0]
-
-
-def test_nodes_need_a_link() -> None:
-    for arguments, reason in (
-        (["--nodes=2"], "are for the lab; give --link"),
-        (["--link=1gbit", "--link-per-rank"], "--link-per-rank has no effect without --nodes"),
-    ):
-        result = invoke("allreduce", *arguments)
-        assert result.exit_code == 2 and reason in result.output
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,8 +74,12 @@ def test_specifications_elsewhere_import_nothing(users: str) -> None:
 
 
 def test_a_codec_of_the_users_is_measured(users: str) -> None:
-    result = invoke("codec", "-b", "64K", "-n", "1", "-w", "0", "-d", "float", "--codec", f"{users}:Half")
-    assert result.exit_code == 0 and "half (Python, slow)" in result.output, result.output
+    flags = ["-b64K", "-n1", "-w0", "-dfloat", f"--codec={users}:Half,minmax8", "--json=speed.json"]
+    result = invoke("codec", *flags)
+    assert result.exit_code == 0, result.output
+    rows = [line for line in result.output.splitlines() if not line.startswith("#")]
+    assert [row.split(maxsplit=10)[-1].strip() for row in rows] == ["half (Python, slow)", "minmax8"]
+    assert [row["slow"] for row in json.loads(Path("speed.json").read_text())["results"]] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,9 @@ allreduce --codec minmax9 -> bits=9 | 1 to 8
 allreduce --codec minmax8,minmux -> minmux | minmax
 allreduce --codec minmax8:bukket=8 -> bukket | bucket
 allreduce --algorithm ring -> 'auto', 'one_shot', 'two_round'
+allreduce -t1 -g1 -m1 -p0 -z1 -G0 -C0 -b2M -e1M -> -e 1048576 is less than
+allreduce --nodes=2 -> are for the lab; give --link
+allreduce --link=1gbit --link-per-rank -> --link-per-rank has no effect without --nodes
 allreduce --ranks 0 -> 0 is not in the range x>=1
 allreduce --link fast -> 'fast' is not a link's rate | 100mbit
 allreduce --json - -> '-' is no file; give one

@@ -16,7 +16,6 @@ import pytest
 from bench_runs import OF_TWO_RANKS, ROOT, bench, started, traces, workers
 from click.testing import CliRunner
 
-from qccl.base.scalars import parse_seconds
 from qccl.bench.cli import main
 from qccl.bench.lab import lab
 from qccl.bench.start import start
@@ -128,13 +127,6 @@ def test_below_a_launcher_of_one_task_the_ranks_know_only_their_own(outer: str, 
     name = "torchrun" if launcher == "torchrun" else "MPI"
     found = sorted(done.stdout.replace("MPICH", "MPI").replace("Open MPI", "MPI").splitlines())
     assert found == [f"[{rank}] {name} {rank} 2" for rank in range(2)], done.stderr
-
-
-def test_seconds() -> None:
-    assert [parse_seconds(text) for text in ("20ms", "1.5s", "300US")] == [0.02, 1.5, 0.0003]
-    for text in ("", "20", "0ms", "-1s", "1h"):
-        with pytest.raises(ValueError, match="is not a time"):
-            parse_seconds(text)
 
 
 # -- in the lab --------------------------------------------------------------------------------------------------------

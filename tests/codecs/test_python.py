@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -14,12 +13,10 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from schedule_cases import one_rank
 
 import qccl
 from qccl.base.dtypes import FLOAT32
-from qccl.bench.codec import codec as measured
 from qccl.codecs import Codec, ErrorFeedback, Momentum, PythonCodec, get
 from qccl.collectives.allreduce import two_round
 from qccl.engine.cuda.source import check_codecs
@@ -267,14 +264,3 @@ def test_a_process_that_used_one_ends_quietly() -> None:
         timeout=60,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_it_is_marked_slow_where_codecs_are_timed(int8, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("qccl.codecs.CODECS", dict(qccl.codecs.CODECS) | {"absmax": int8})
-    path = tmp_path / "speed.json"
-    options = ["-b", "64K", "-n", "1", "-w", "0", "-d", "float", "--codec", "absmax,minmax8", "--json", str(path)]
-    done = CliRunner().invoke(measured, options)
-    assert done.exit_code == 0, done.output
-    rows = [line for line in done.output.splitlines() if not line.startswith("#")]
-    assert [row.split(maxsplit=10)[-1].strip() for row in rows] == ["absmax (Python, slow)", "minmax8"]
-    assert [r["slow"] for r in json.loads(path.read_text())["results"]] == [True, False]
