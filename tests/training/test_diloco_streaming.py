@@ -44,11 +44,18 @@ def train(params: Sequence[Any], rank: int, step: int) -> None:
         array += local_change(rank, step, number).astype(array.dtype)
 
 
-def reference(steps: int, fragments: Sequence[int], period: int, delay: int) -> tuple[list[list[Any]], list[Any]]:
+#: outer_lr, momentum and nesterov by default
+USUAL = (0.7, 0.9, True)
+
+
+def reference(
+    steps: int, fragments: Sequence[int], period: int, delay: int, rule: tuple[float, float, bool]
+) -> tuple[list[list[Any]], list[Any]]:
     """Algorithm 2 of arXiv 2501.18512 in double precision: each rank's parameters, and the common ones.
 
     The local steps of the delay are added to the common parameters, as in arXiv 2006.00441.
     """
+    outer_lr, momentum, nesterov = rule
     local = [[np.ones(shape) for shape in SHAPES] for _ in range(RANKS)]
     common, velocity = ([np.full(shape, value) for shape in SHAPES] for value in (1.0, 0.0))
     count = max(fragments) + 1
@@ -64,41 +71,48 @@ def reference(steps: int, fragments: Sequence[int], period: int, delay: int) -> 
                 begun[i] = [local[rank][i] for rank in range(RANKS)]
             if (t, i) in waiting:
                 d = waiting.pop((t, i))
-                velocity[i] = 0.9 * velocity[i] + d
-                common[i] = common[i] - 0.7 * (d + 0.9 * velocity[i])
+                velocity[i] = momentum * velocity[i] + d
+                common[i] = common[i] - outer_lr * (d + momentum * velocity[i] if nesterov else velocity[i])
                 for rank in range(RANKS):
                     local[rank][i] = common[i] + local[rank][i] - begun[i][rank]
     return local, common
 
 
 @pytest.mark.parametrize(
-    ("fragments", "found", "period", "delay"),
+    ("fragments", "found", "period", "delay", "rule"),
     [
-        (1, [0, 0, 0, 0], 3, 0),
-        (1, [0, 0, 0, 0], 4, 3),
-        (2, [0, 1, 1, 0], 4, 1),
-        ([2, 1, 0, 2], [2, 1, 0, 2], 3, 2),
-        (4, [0, 1, 2, 3], 5, 2),
-        (2, [0, 1, 1, 0], 4, 0),
+        (1, [0, 0, 0, 0], 1, 0, USUAL),
+        (1, [0, 0, 0, 0], 1, 0, (0.5, 0.6, False)),
+        (1, [0, 0, 0, 0], 1, 0, (1.0, 0.0, True)),
+        (1, [0, 0, 0, 0], 3, 0, USUAL),
+        (1, [0, 0, 0, 0], 4, 3, USUAL),
+        (2, [0, 1, 1, 0], 4, 1, USUAL),
+        ([2, 1, 0, 2], [2, 1, 0, 2], 3, 2, USUAL),
+        (4, [0, 1, 2, 3], 5, 2, USUAL),
+        (2, [0, 1, 1, 0], 4, 0, USUAL),
     ],
 )
 def test_fragments_take_their_outer_steps_as_the_papers_say(
-    fragments: Any, found: list[int], period: int, delay: int
+    fragments: Any, found: list[int], period: int, delay: int, rule: tuple[float, float, bool]
 ) -> None:
+    """With a period of 1 the program takes the outer steps itself."""
+
     def run(comm: qccl.Communicator) -> tuple[list[np.ndarray], list[np.ndarray]]:
         params = begin(comm.rank + 1)
-        how: dict[str, Any] = {"fragments": fragments, "period": period, "delay": delay}
+        how: dict[str, Any] = {"fragments": fragments, "period": period, "delay": delay} if period > 1 else {}
+        how |= dict(zip(("outer_lr", "momentum", "nesterov"), rule, strict=True)) if rule != USUAL else {}
         outer = qccl.DiLoCo(comm, params, codec="none", **how)
-        assert outer.fragments == found
+        assert outer.fragments == found and all((array == 1).all() for array in params)  # rank 0's
         for step in range(1, 18):
             train(params, comm.rank, step)
-            assert all(a is b for a, b in zip(outer.after_local_step(), params, strict=True))
-        assert outer.local_steps == 17 and outer.steps >= 2
+            after = outer.step() if period == 1 else outer.after_local_step()
+            assert all(a is b for a, b in zip(after, params, strict=True))
+        assert outer.local_steps == 17 * (period > 1) and outer.steps >= 2
         state = [array.copy() for array in params], [array.copy() for array in outer.common]
         outer.finish()
         return state
 
-    local, common = reference(17, found, period, delay)
+    local, common = reference(17, found, period, delay, rule)
     for rank, (mine, shared) in enumerate(qccl.run_ranks(RANKS, run)):
         for i in range(len(SHAPES)):
             np.testing.assert_allclose(mine[i], local[rank][i], atol=5e-6)
