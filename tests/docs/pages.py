@@ -18,24 +18,6 @@ from start_ranks import start
 
 import qccl
 
-__all__ = [
-    *(
-        "DOCS",
-        "EXAMPLES",
-        "PAGES",
-        "PROGRAMS",
-        "ROOT",
-        "SNIPPETS",
-        "Block",
-        "blocks_of",
-        "insert",
-        "run_example",
-        "run_in_copy",
-        "run_mpi_program",
-    ),
-    "run_snippets",
-]
-
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 EXAMPLES = DOCS / "examples"

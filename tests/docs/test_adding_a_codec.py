@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -18,26 +17,11 @@ from oracle import RngCounter
 from pages import DOCS, ROOT, insert, run_in_copy
 from ptx_emulator import PtxEmulator, nvrtc_13
 
-import qccl
-from qccl import codecs
-
 pytestmark = [pytest.mark.processes, pytest.mark.starts_first]
 
 PAGE = DOCS / "adding-a-codec.md"
 KERNELS = ROOT / "kernels"
 
-HOST = """
-#include "host/team.h"
-#include "codecs/ternary/codec.h"
-using namespace q;
-extern "C" void encode(const float* x, unsigned n, unsigned char* codes, unsigned char* meta) {
-  Ternary::encode<Float32>(HostTeam(nullptr), BucketOptions{}, RngCounter{}, x, n, codes, meta);
-}
-extern "C" void decode(const unsigned char* codes, const unsigned char* meta, unsigned n, float* y) {
-  const auto take = [=](int i, float value) { y[i] = value; };
-  Ternary::decode<Float32>(HostTeam(meta), BucketOptions{}, RngCounter{}, codes, meta, n, take);
-}
-"""
 DEVICE = """
 #include "cuda/team.h"
 #include "codecs/ternary/codec.h"
@@ -63,43 +47,17 @@ def run(text: str) -> dict:
     return names
 
 
-def kernels_with_the_header(folder: Path) -> Path:
-    shutil.copytree(KERNELS, folder / "kernels", ignore=shutil.ignore_patterns("*.cpp"))
-    add_header(folder / "kernels")
-    return folder / "kernels"
+def test_the_header_makes_the_oracles_bytes_on_a_device(tmp_path: Path) -> None:
+    """As PTX; test_the_page_is_followed_in_a_copy compares the bytes of the host."""
+    shutil.copytree(KERNELS, tmp_path / "kernels", ignore=shutil.ignore_patterns("*.cpp"))
+    add_header(tmp_path / "kernels")
+    kernels = PtxEmulator(nvrtc_13(), tmp_path / "kernels", code=DEVICE)
 
-
-class OnHost:
-    """The functions of HOST."""
-
-    def __init__(self, folder: Path) -> None:
-        (folder / "test.cpp").write_text(HOST)
-        command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-DQCCL_NAMESPACE=q"]
-        command += [f"-I{kernels_with_the_header(folder)}", folder / "test.cpp", "-o", folder / "test.so"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr[:3000]
-        self._library = ctypes.CDLL(str(folder / "test.so"))
-
-    def call(self, name: str, *arguments: np.ndarray | int) -> None:
-        given = [each if isinstance(each, int) else ctypes.c_void_p(each.ctypes.data) for each in arguments]
-        self._library[name](*given)
-
-
-class OnDevice:
-    """The kernels of DEVICE, as PTX."""
-
-    def __init__(self, folder: Path) -> None:
-        self._kernels = PtxEmulator(nvrtc_13(), kernels_with_the_header(folder), code=DEVICE)
-
-    def call(self, name: str, *arguments: np.ndarray | int) -> None:
+    def call(name: str, *arguments: np.ndarray | int) -> None:
         given = [np.uint32(each) if isinstance(each, int) else each.ctypes.data for each in arguments]
         arrays = [each for each in arguments if not isinstance(each, int)]
-        self._kernels.execute([name], given, [(each.ctypes.data, each.nbytes, True, True) for each in arrays])
+        kernels.execute([name], given, [(each.ctypes.data, each.nbytes, True, True) for each in arrays])
 
-
-@pytest.mark.parametrize("side", [OnHost, OnDevice])
-def test_the_header_makes_the_oracles_bytes(side: type[OnHost | OnDevice], tmp_path: Path) -> None:
-    codec = side(tmp_path)
     reference = run(blocks("python")[1])["Ternary"](1 << 13)
     rng = np.random.default_rng(0)
     for n in (1, 7, 16, 100, 255, 1024, 5001):
@@ -107,28 +65,12 @@ def test_the_header_makes_the_oracles_bytes(side: type[OnHost | OnDevice], tmp_p
             x = (rng.standard_normal(n) * scale).astype(np.float32)
             y = np.zeros(n, np.float32)
             codes, meta = np.full(reference.sizes(n, "float32")[0], 0xA5, np.uint8), np.full(4, 0xA5, np.uint8)
-            codec.call("encode", x, n, codes, meta)
+            call("encode", x, n, codes, meta)
             wanted = reference.encode_bucket(x, "float32", RngCounter())
             assert codes.tobytes() == wanted[0].tobytes() and meta.tobytes() == wanted[1].tobytes()
-            codec.call("decode", codes, meta, n, y)
+            call("decode", codes, meta, n, y)
             decoded = reference.decode_bucket(codes, meta, n, "float32", RngCounter())
             assert oracle.from_float(y, "float32").tobytes() == oracle.from_float(decoded, "float32").tobytes()
-
-
-def test_the_dataclass_agrees_with_the_oracle_about_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ternary", type(sys)("ternary"))
-    names, reference = run(blocks("python")[0]), run(blocks("python")[1])
-    codec = names["Ternary"](64)
-    assert (codec.spec(), repr(codec), codec.kernel().type) == ("ternary:bucket=64", "Ternary(bucket=64)", "Ternary")
-    with pytest.raises(qccl.base.errors.CodecError):
-        names["Ternary"](63)
-    for count in (0, 1, 63, 64, 65, 1000):
-        x = np.random.default_rng(count).standard_normal(count).astype(np.float32)
-        wire = reference["Ternary"](64).encode(x, "float32", RngCounter())
-        assert codec.encoded_nbytes(count, "float32") == wire.size
-        error = np.abs(reference["Ternary"](64).decode(wire, count, "float32", RngCounter()) - x)
-        assert (error <= codec.error_bound(x)).all()
-    assert issubclass(names["Ternary"], codecs.BucketCodec)
 
 
 def add_header(kernels: Path, name: str = "ternary", number: int = 0) -> None:
