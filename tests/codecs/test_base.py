@@ -180,7 +180,6 @@ def test_the_second_round_has_the_fraction_of_the_first() -> None:
         ("minmax8:", "is not key=value"),
         ("none8", "none has no bits"),
         ("none:bits=8", "none has no key 'bits'; its keys: none"),
-        ("minmax8+eff", "no decorator 'eff'"),
         ({"bits": 8}, "lacks the key 'compressor'"),
         ("topk", "topk needs the key 'k'; its keys: k, block, values"),
         ("dithering", "dithering needs the key 'k'"),
@@ -357,13 +356,6 @@ def test_encode_and_decode_refuse_what_does_not_fit() -> None:
         codec.decode(np.zeros(12, np.uint8), 5, "float32")
     with pytest.raises(CodecError, match="not 16 of float32"):
         codec.decode(np.zeros(16, np.float32), 5, "float32")
-
-
-def test_stochastic_calls_differ_by_their_number() -> None:
-    codec = MinMax(4, 64, "stochastic", 7)
-    x = np.random.default_rng(0).standard_normal(640).astype(np.float32)
-    assert (codec.encode(x, call=3) == codec.encode(x, call=3)).all()
-    assert (codec.encode(x, call=3) != codec.encode(x, call=4)).any()
 
 
 @pytest.mark.parametrize(

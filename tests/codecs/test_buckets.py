@@ -48,19 +48,8 @@ def test_a_sum_that_overflows_in_fp32_does_not_come_out_finite(codec: Bucketed) 
     with np.errstate(over="ignore", invalid="ignore"):
         decoded = oracle.decode(codec, wire, x.size, "float32")
         total = x + decoded
-        _, out = kernel_calls.reduce(
-            codec,
-            [wire],
-            x,
-            0,
-            x.size,
-            "float32",
-            op="sum",
-            scale=1,
-            encoded=True,
-            counter=counter,
-            makers=[RngCounter()],
-        )
+        arguments = codec, [wire], x, 0, x.size, "float32"
+        _, out = kernel_calls.reduce(*arguments, counter=counter, makers=[RngCounter()])
     assert out is not None
     spoiled = ~np.isfinite(total)
     assert not np.isfinite(out[spoiled]).any()

@@ -173,7 +173,7 @@ def test_reduce_of_many_sources(sources: int, bits: int) -> None:
             continue
         own = None if own_index is None else hard_values("normal", count, "float32", rng)
         arguments = (codec, wires, own, own_index or 0, count, "float32")
-        wire, out = kernel_calls.reduce(*arguments, op=op, scale=1 / 3, encoded=True, counter=RngCounter())
+        wire, out = kernel_calls.reduce(*arguments, op=op, scale=1 / 3)
         wanted_wire, wanted_out = oracle.reduce(*arguments, op=op, scale=1 / 3, encoded=True)
         assert_same_bits(wire, wanted_wire, f"wire of {op} of {sources} wires, own at {own_index}")
         assert_same_bits(out, wanted_out, f"out of {op} of {sources} wires, own at {own_index}")
@@ -184,18 +184,7 @@ def test_conversions_of_every_half_precision_pattern() -> None:
     patterns = np.arange(1 << 16, dtype=np.uint16)
     for dtype in ("float16", "bfloat16"):
         values = patterns.view(oracle.storage(dtype))
-        _, out = kernel_calls.reduce(
-            None,
-            [values.view(np.uint8)],
-            None,
-            0,
-            values.size,
-            dtype,
-            op="sum",
-            scale=1,
-            encoded=False,
-            counter=RngCounter(),
-        )
+        _, out = kernel_calls.reduce(None, [values.view(np.uint8)], None, 0, values.size, dtype, encoded=False)
         assert_same_bits(out, oracle.from_float(oracle.to_float(values, dtype), dtype), dtype)
 
 
@@ -205,8 +194,7 @@ def test_conversion_rounds_to_nearest_even(dtype: str) -> None:
     rng = np.random.default_rng(0)
     a, b = (hard_values("bit patterns", 1 << 17, dtype, rng) for _ in range(2))
     for scale in (1.0, 2.0**-12, 1.0001):
-        _, out = kernel_calls.reduce(
-            None, [a.view(np.uint8)], b, 1, a.size, dtype, op="sum", scale=scale, encoded=False, counter=RngCounter()
-        )
-        _, wanted = oracle.reduce(None, [a.view(np.uint8)], b, 1, a.size, dtype, op="sum", scale=scale, encoded=False)
+        arguments = None, [a.view(np.uint8)], b, 1, a.size, dtype
+        _, out = kernel_calls.reduce(*arguments, scale=scale, encoded=False)
+        _, wanted = oracle.reduce(*arguments, op="sum", scale=scale, encoded=False)
         assert_same_bits(out, wanted, f"{dtype} times {scale}")

@@ -34,12 +34,6 @@ def call_with(**arguments):
     ("arguments", "kind", "message"),
     [
         ({"codec": "minmax9"}, qccl.CodecError, "1"),
-        ({"codec": "minmax0"}, qccl.CodecError, "8"),
-        ({"codec": "minmax8:bucket=0"}, qccl.CodecError, "bucket"),
-        ({"codec": "minmax8:bucket=12"}, qccl.CodecError, "multiples of 8"),
-        ({"codec": "minmax8:buckt=64"}, qccl.CodecError, "'bucket'"),
-        ({"codec": "minmx8"}, qccl.CodecError, "'minmax'"),
-        ({"codec": "minmax8:rounding=up"}, qccl.CodecError, "stochastic"),
         ({"codec": {"compressor": "minmax", "bits": "9"}}, qccl.CodecError, "bits"),
         ({"codec": 8}, qccl.CodecError, "string"),
         ({"op": "product"}, qccl.ArgumentError, "avg"),

@@ -47,25 +47,3 @@ def test_chunks_in_two_levels_grow_over_a_network_alone() -> None:
     policies = (NETWORK, shared_memory(4), GPU["network"], ChunkPolicy.of_elements(100_000))
     layouts = [partition([64 << 20], 4, (get("none"), MinMax(8)), policy, ramped=True) for policy in policies]
     assert [layout.ramp > 1 for layout in layouts] == [True, False, False, False]
-
-
-@pytest.mark.parametrize("link", GPU)
-@pytest.mark.parametrize("parts", [2, 3, 8, 64])
-def test_chunks_on_a_gpu(parts: int, link: str) -> None:
-    """One chunk if that is all that pays, more from some MiB on, and never slots of more than 136 MiB together."""
-    codec = get("none")  # 4 KiB of codes in each of its granules
-    numbers = [GPU[link].chunks(granules, parts, codec) for granules in (0, 1, (8 << 8) // (parts - 1), 1 << 22)]
-    enough = {"NVLink": 1, "PCIe": 3, "network": 2}[link]
-    large = min((8 if link == "NVLink" else 4) << 20, (136 << 20) // (3 * (3 * parts - 2)))
-    assert numbers == [1, 1, enough, -(-(16 << 30) // large)]
-
-
-@pytest.mark.parametrize("link", GPU)
-def test_a_broadcast_has_many_chunks_on_a_gpu(link: str) -> None:
-    """They pass from rank to rank: with two of them, seven hops would take four times as long as one."""
-    assert 10 <= GPU[link].chunks(16 << 10, 1, get("none")) <= 16
-
-
-def test_a_chunk_is_one_granule_at_least() -> None:
-    assert ChunkPolicy.of_elements(1).chunks(5, 2, MinMax(bucket=64)) == 5
-    assert NETWORK.chunks(1, 1, get("none")) == GPU["PCIe"].chunks(1, 1, get("none")) == 1

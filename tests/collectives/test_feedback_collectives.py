@@ -18,9 +18,6 @@ from thread_ranks import on_ranks
 
 import qccl
 from qccl.base.errors import ArgumentError
-from qccl.collectives import rounds as rounds_module
-from qccl.collectives.feedback import with_feedback
-from qccl.collectives.schedule import Op, Reduce, Schedule
 
 pytestmark = pytest.mark.starts_first
 
@@ -130,7 +127,7 @@ def test_peer_exchange_on_the_device() -> None:
 
 def test_plans_and_pointers_take_keys() -> None:
     xs = [np.random.default_rng(rank).standard_normal(1000).astype(np.float32) for rank in range(2)]
-    between = {"node_ids": [0, 1], "algorithm": "one_shot"}
+    between = {"node_ids": [0, 1], "algorithm": "one_shot", "op": "avg"}
 
     def calls(comm: qccl.Communicator) -> None:
         x, out, part = xs[comm.rank], np.empty(1000, np.float32), np.empty(500, np.float32)
@@ -142,14 +139,17 @@ def test_plans_and_pointers_take_keys() -> None:
         other, pointers = 1 - comm.rank, (x.ctypes.data, out.ctypes.data)
         for lr in (0.5, 0.25):
             qccl.hierarchical_allreduce(
-                *pointers, 1000, "float32", "sum", comm, codec=BOTH, key="p", lr=lr, node_ids=[0, 1]
+                *pointers, 1000, "float32", "avg", comm, codec=BOTH, key="p", lr=lr, node_ids=[0, 1]
             )
         assert out.tobytes() == wanted[1]
         model, replica, model2, replica2 = (np.zeros(1000, np.float32) for _ in range(4))
         for _ in range(2):
             comm.peer_exchange(x, send_to=[other], replicas={other: replica}, applied=model, codec=BOTH, key="q")
             addresses = {"replicas": {other: replica2.ctypes.data}, "applied": model2.ctypes.data}
-            qccl.peer_exchange(x.ctypes.data, 1000, "float32", comm, send_to=[other], codec=BOTH, key="r", **addresses)
+            how = {"send_to": [other], "codec": BOTH, "key": "r", "async_op": True}
+            qccl.peer_exchange(x.ctypes.data, 1000, "float32", comm, **how, **addresses).wait()
+        with pytest.raises(qccl.InvalidBufferError, match=rf"replicas\[{other}\] is a null pointer"):
+            qccl.peer_exchange(x.ctypes.data, 1000, "float32", comm, send_to=[other], replicas={other: 0})
         assert model.tobytes() == model2.tobytes() and replica.tobytes() == replica2.tobytes()
 
     qccl.run_ranks(2, calls)
@@ -229,33 +229,3 @@ def test_results_lack_exactly_what_the_residuals_hold(case: Case) -> None:
     lack, held = undelivered(case)
     assert np.abs(lack - held).max() < STEPS * 5 * 40 * 2.0**-24
     assert 0.1 < np.abs(held).max() < 60
-
-
-def without_residuals(monkeypatch: pytest.MonkeyPatch, of_sums: bool) -> None:
-    """Schedules without residuals of sums, or of own values."""
-
-    def strip(op: Op) -> Op:
-        if isinstance(op, Reduce) and op.state and op.state.residual and bool(op.srcs) == of_sums:
-            return replace(op, state=replace(op.state, residual=None))
-        return op
-
-    def stripped(schedule: Schedule, *guard: Any) -> Schedule:
-        made = with_feedback(schedule, *guard)
-        return replace(made, ops=tuple(map(strip, made.ops)))
-
-    monkeypatch.setattr(rounds_module, "with_feedback", stripped)
-
-
-@pytest.mark.parametrize(
-    "case, of_sums",
-    [
-        (case, of_sums)
-        for case in with_state("minmax2:bucket=64+ef")
-        for of_sums in ((False, True) if case.algorithm == "two_round" else (False,))
-    ],
-    ids=str,
-)
-def test_they_lack_more_without_residuals(case: Case, of_sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_residuals(monkeypatch, of_sums)
-    lack, _ = undelivered(case)
-    assert np.abs(lack).max() > 10

@@ -84,15 +84,6 @@ def test_the_verifier_finds_an_operation_without_its_state(case: Case, kind: str
         check(case, made)
 
 
-def test_the_verifier_finds_state_that_is_not_kept() -> None:
-    case = Case("reduce_scatter", 2, (64, 64), "minmax4:bucket=8+ef")
-    rejected(
-        changed(schedules(case), lambda ops: ops.pop()),
-        "residual.* ends as",
-        expect=partial(expect.reduce_scatter, counts=case.counts),
-    )
-
-
 def test_no_operation_keeps_a_stateful_codec() -> None:
     for case in itertools.chain(with_state(BOTH), with_state("onebit+ef"), with_state("onebit+nesterov")):
         for schedule in schedules(case):
@@ -152,10 +143,6 @@ def with_parts(ops: list[Op], place: int, **parts) -> None:
     ops[place] = replace(ops[place], state=replace(ops[place].state, **parts))
 
 
-def without(kind: str, place: int) -> Callable[[list[Op]], None]:
-    return lambda ops: with_parts(ops, places(ops, Reduce)[place], **{kind: None})
-
-
 def moved(ops: list[Op]) -> None:
     """The second operation takes the residual of the first."""
     first, second = places(ops, Reduce)[:2]
@@ -188,7 +175,6 @@ def half(ops: list[Op]) -> None:
 @pytest.mark.parametrize(
     "mutate, reason",
     [
-        (without("residual", -1), "residual.next.* was never written"),
         (moved, "to values from element 0 on"),
         (written_at_once, "only a Commit may change"),
         (early, "before the end"),

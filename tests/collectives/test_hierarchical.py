@@ -57,14 +57,6 @@ def test_every_rank_of_a_node_communicates_by_default() -> None:
     assert default != sent_by_each(4, call(layout="leader"))
 
 
-@on_ranks(5)
-def test_the_mean_is_global(comm: qccl.Communicator) -> None:
-    """The mean over ranks of uneven nodes, not the mean of the nodes' means."""
-    x = np.full(100, comm.rank, np.float32)
-    comm.hierarchical_allreduce(x, codec="none", op="avg", node_ids=[0, 1, 1, 1, 1])
-    assert float(x[0]) == 2.0
-
-
 @on_ranks(3)
 def test_a_plan_and_the_machines_own_nodes(comm: qccl.Communicator) -> None:
     """Loopback ranks are all on one node, where nothing is quantised."""
@@ -97,19 +89,3 @@ def test_bad_arguments(comm: qccl.Communicator, arguments, reason: str) -> None:
     with pytest.raises(qccl.QcclError, match=reason):
         comm.hierarchical_allreduce(np.ones(8, np.float32), **({"node_ids": [0, 1]} | arguments))
     comm.barrier()
-
-
-@on_ranks(2)
-def test_ranks_with_other_nodes_disagree(comm: qccl.Communicator) -> None:
-    x = np.ones(8, np.float32)
-    with pytest.raises(qccl.MismatchError, match=r"node_ids=\[0, 0\]"):
-        comm.hierarchical_allreduce(x, node_ids=[0, comm.rank])
-    assert (x == 1).all()
-
-
-@on_ranks(3)
-def test_raw_pointers_give_the_same_bits(comm: qccl.Communicator) -> None:
-    x = np.random.default_rng(comm.rank).standard_normal(5000).astype(np.float32)
-    out, options = np.empty_like(x), {"node_ids": [0, 0, 1], "codec": "minmax4"}
-    qccl.hierarchical_allreduce(x.ctypes.data, out.ctypes.data, 5000, "float32", "avg", comm, **options)
-    assert out.tobytes() == comm.hierarchical_allreduce(x, op="avg", **options).tobytes()

@@ -35,11 +35,6 @@ def test_chunks_tile_the_vector(count: int, parts: int, chunk: int) -> None:
     assert partitioned.chunks == 1 or max(granules) * 8 > (partitioned.chunks - 1) * max(chunk // 8, 1) * 8
 
 
-def test_codec_that_cannot_be_split_has_one_chunk() -> None:
-    partitioned = partition([10_000], 3, [MinMax(bucket="shard")], ChunkPolicy.of_elements(8))
-    assert (partitioned.chunks, partitioned.granule) == (1, 1024)
-
-
 @pytest.mark.parametrize("count", [1, 1000, 70_001, 1 << 20, 4 << 20, 64 << 20])
 @pytest.mark.parametrize("parts", [1, 2, 7, 64])
 def test_the_default_chunks_of_two_levels_are_small_at_both_ends(count: int, parts: int) -> None:

@@ -109,17 +109,3 @@ def test_bad_arguments(comm: qccl.Communicator, arguments, reason: str) -> None:
         with pytest.raises((qccl.ArgumentError, qccl.InvalidBufferError), match=reason):
             comm.peer_exchange(np.ones(8, np.float32), **({"send_to": [], "replicas": {}} | arguments))
     comm.barrier()
-
-
-@on_ranks(2)
-def test_raw_pointers_give_the_same_bits(comm: qccl.Communicator) -> None:
-    peer, n = 1 - comm.rank, 500
-    z, model, replica = (np.random.default_rng([comm.rank, i]).standard_normal(n).astype(np.float32) for i in range(3))
-    x, y = model.copy(), replica.copy()
-    comm.peer_exchange(z, send_to=[peer], replicas={peer: y}, applied=x)
-    pointers = {"replicas": {peer: replica.ctypes.data}, "applied": model.ctypes.data}
-    work = qccl.peer_exchange(z.ctypes.data, n, "float32", comm, send_to=[peer], async_op=True, **pointers)
-    work.wait()
-    assert model.tobytes() == x.tobytes() and replica.tobytes() == y.tobytes()
-    with pytest.raises(qccl.InvalidBufferError, match=r"replicas\[1\] is a null pointer|replicas\[0\] is a null"):
-        qccl.peer_exchange(z.ctypes.data, n, "float32", comm, send_to=[peer], replicas={peer: 0})

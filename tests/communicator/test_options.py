@@ -1,48 +1,55 @@
-"""The keywords of collectives: their defaults, those of others, and what help() shows."""
+"""The keywords of collectives: those that each shows, and those of others, which it refuses."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
+from thread_ranks import on_ranks
 
 import qccl
-from qccl.collectives import AllGatherSpec
-from qccl.communicator.options import ArrayOptions, CommonOptions, Method, StateArrayOptions
+from qccl.communicator.calls import Collectives
+from qccl.communicator.options import CallOptions
 
 
-def declare(options: type) -> tuple[Method, Callable[..., object]]:
-    method = Method(AllGatherSpec)
-
-    @method.accepts(options)
-    def call(x, root=0, **options):
-        return x
-
-    return method, call
-
-
-def test_defaults_are_replaced_by_what_a_call_gives():
-    method, _ = declare(StateArrayOptions)
-    found, own = method.complete({"codec": "none", "lr": 0.5, "root": 3})
-    assert (found["codec"], found["lr"], found["key"], found["nonfinite"]) == ("none", 0.5, None, "propagate")
-    assert own == {"root": 3}
-    assert method.complete({})[0]["codec"] == "minmax8", "defaults stay"
+def test_every_collective_shows_the_shared_keywords_and_refuses_others() -> None:
+    methods = [method for name, method in vars(Collectives).items() if not name.startswith("_")]
+    pointers = [qccl.quantized_allreduce, qccl.hierarchical_allreduce, qccl.peer_exchange]
+    assert len(methods) == 9
+    for function in (*methods, *pointers):
+        shown = inspect.signature(function).parameters
+        assert {"codec", "async_op", "chunk", "timeout"} <= shown.keys() and "options" not in shown
+        assert (function in methods) == ("dtype" in shown) == ("trace" in shown)
+        assert shown["codec"].default == "minmax8" and shown["codec"].annotation == "CodecLike"
 
 
-def test_keywords_of_other_collectives():
-    with pytest.raises(TypeError, match=r"call\(\) got an unexpected keyword argument 'lr'$"):
-        declare(ArrayOptions)[0].complete({"lr": 0.5})
-
-    def run(comm: qccl.Communicator) -> None:
-        with pytest.raises(TypeError, match=r"quantized_broadcast\(\) got an unexpected keyword argument 'lr'"):
-            comm.quantized_broadcast(None, lr=1)
-
-    qccl.run_ranks(1, run)
-
-
-def test_signatures_show_the_keywords():
-    shown = inspect.signature(declare(CommonOptions)[1]).parameters
-    assert list(shown) == ["x", "root", "codec", "async_op", "chunk", "timeout"]
-    assert shown["codec"].default == "minmax8" and shown["timeout"].kind is inspect.Parameter.KEYWORD_ONLY
-    assert "lr" in inspect.signature(qccl.Communicator.quantized_allreduce).parameters
+@on_ranks(1)
+def test_every_collective_refuses_the_keywords_of_others(comm: qccl.Communicator) -> None:
+    """Also where a call before had the same arguments without them."""
+    x, y = np.ones(24, np.float32), np.ones(24, np.float32)
+    there = x.ctypes.data, y.ctypes.data, 24, "float32", "sum", comm
+    edges: dict[str, Any] = {"send_to": [], "replicas": {}}
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (comm.quantized_allreduce, (x, y), {}),
+        (comm.quantized_allreduce_coalesced, ([x], [y]), {}),
+        (comm.quantized_reduce_scatter, (x, y), {}),
+        (comm.quantized_all_gather, (x, y), {}),
+        (comm.quantized_all_to_all, (x, y), {}),
+        (comm.quantized_broadcast, (x, y), {}),
+        (comm.quantized_reduce, (x, y), {}),
+        (comm.hierarchical_allreduce, (x, y), {}),
+        (comm.peer_exchange, (x,), edges),
+        (qccl.quantized_allreduce, there, {}),
+        (qccl.hierarchical_allreduce, there, {}),
+        (qccl.peer_exchange, (x.ctypes.data, 24, "float32", comm), edges),
+    ]
+    for function, arguments, own in calls:
+        function(*arguments, **own)
+        for wrong in {"colour", *CallOptions.__annotations__} - inspect.signature(function).parameters.keys():
+            reason = rf"{function.__name__}\(\) got an unexpected keyword argument '{wrong}'"
+            for value in (None, 0.5):
+                with pytest.raises(TypeError, match=reason):
+                    function(*arguments, **own, **{wrong: value})
+    assert comm.calls == len(calls)

@@ -1,19 +1,16 @@
-"""The simulator keeps to its rules and shows what chunks and windows are for; the trace file is what Perfetto reads."""
+"""The simulator keeps to its rules and shows what chunks and windows are for."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from schedule_cases import one_rank
 
 from qccl.base.dtypes import FLOAT32
-from qccl.base.trace import TraceEvent, write_trace
+from qccl.base.trace import TraceEvent
 from qccl.codecs import Codec, MinMax, NoCodec
-from qccl.collectives import PeerExchangeSpec
 from qccl.collectives.allreduce import ALLREDUCE, AllReduceSpec
 from qccl.collectives.analysis.events import Rules
 from qccl.collectives.analysis.simulate import Costs, Timeline, simulate
@@ -113,13 +110,6 @@ def test_deadlock_is_an_error() -> None:
         simulate([Schedule("forward", rank, 2, buffers, ops[rank]) for rank in range(2)])
 
 
-def test_simulated_trace_can_be_written(tmp_path: Path) -> None:
-    timeline = simulate(all_ranks("two_round", 3, 1 << 18))
-    write_trace(tmp_path / "trace.json", timeline.events)
-    records = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert sum(r["ph"] == "X" for r in records) == len(timeline.events)
-
-
 # -- representatives, and short messages over TCP ----------------------------------------------------------------------
 
 
@@ -146,18 +136,6 @@ def test_one_node_stands_for_all(ranks: int, node_size: int, rules: Rules) -> No
             for queue in ("compute", "send", "recv"):
                 mine, its = ([(e.name, e.args) for e in each.on(rank, queue)] for each in (found, expected))
                 assert sorted(name for name, _ in mine) == sorted(name for name, _ in its)
-
-
-def test_one_rank_stands_for_neighbours_in_a_ring() -> None:
-    """Peers on both sides, whose numbers wrap around."""
-
-    def spec(rank: int) -> PeerExchangeSpec:
-        peers = sorted({(rank - 1) % 5, (rank + 1) % 5})
-        given = {"send_to": peers, "receive_from": peers, "applied": True}
-        return PeerExchangeSpec.from_arguments(5000, "float32", CODEC, None, **given)
-
-    every = [spec(rank).schedule(rank, 5, in_place=False) for rank in range(5)]
-    assert simulate(every[:1], TCP).total == pytest.approx(simulate(every, TCP).total, rel=1e-9)
 
 
 def test_a_schedule_that_does_not_repeat_is_refused() -> None:
