@@ -1,11 +1,17 @@
 #include "call_table.h"
 
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
 #include <cstdint>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "dlpack.h"
+#include "mappings.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -165,21 +171,23 @@ struct HashOfKey {
   std::size_t operator()(const Key& key) const { return key.hash(); }
 };
 
+// Memory at a raw pointer: its address and bytes, and whether the call writes them.
+using Pointed = std::tuple<std::uintptr_t, std::size_t, bool>;
+
 class CallTable {
  public:
-  CallTable(nb::type_object constant, nb::object describe)
-      : constant_(std::move(constant)), describe_(std::move(describe)) {}
+  CallTable(nb::type_object constant, nb::object describe, nb::object is_there)
+      : constant_(std::move(constant)), describe_(std::move(describe)), is_there_(std::move(is_there)) {}
 
   void add(const nb::str& name, const nb::tuple& arrays, const nb::tuple& options, const nb::dict& keywords,
-           const nb::callable& make) {
+           nb::object payload, std::vector<Pointed> pointed) {
     Key key;
     nb::list views;
     if (!describe_call(name, arrays, options, keywords, key, views)) return;
     key.hold();
-    nb::object payload = make();
     if (entries_.size() >= kMostEntries || array_count_ + arrays.size() > kMostArrays) clear();
     array_count_ += arrays.size();
-    entries_.insert_or_assign(std::move(key), std::move(payload));
+    entries_.insert_or_assign(std::move(key), Entry{std::move(payload), std::move(pointed)});
   }
 
   nb::object find(const nb::str& name, const nb::tuple& arrays, const nb::tuple& options,
@@ -189,7 +197,9 @@ class CallTable {
     if (entries_.empty() || !describe_call(name, arrays, options, keywords, key, found)) return nb::none();
     const auto entry = entries_.find(key);
     if (entry == entries_.end()) return nb::none();
-    return nb::make_tuple(entry->second, std::move(found));
+    const nb::object payload = entry->second.payload;
+    if (!are_there(entry->second.pointed)) return nb::none();  // the usual path says what is wrong
+    return nb::make_tuple(payload, std::move(found));
   }
 
   // The objects are released after the table has become empty: that may run any code, which may use the table.
@@ -201,14 +211,30 @@ class CallTable {
   int visit(visitproc visit, void* arg) const {
     Py_VISIT(constant_.ptr());
     Py_VISIT(describe_.ptr());
-    for (const auto& [key, payload] : entries_) {
+    Py_VISIT(is_there_.ptr());
+    for (const auto& [key, entry] : entries_) {
       for (const nb::object& value : key.held) Py_VISIT(value.ptr());
-      Py_VISIT(payload.ptr());
+      Py_VISIT(entry.payload.ptr());
     }
     return 0;
   }
 
  private:
+  struct Entry {
+    nb::object payload;
+    std::vector<Pointed> pointed;
+  };
+
+  // Whether the memory at raw pointers may still be used.
+  bool are_there(const std::vector<Pointed>& pointed) const {
+    if (is_there_.is_none())
+      return std::all_of(pointed.begin(), pointed.end(),
+                         [](const Pointed& each) { return std::apply(may_still_access, each); });
+    const std::vector<Pointed> kept = pointed;  // Python code may empty the table
+    return std::all_of(kept.begin(), kept.end(),
+                       [&](const Pointed& each) { return nb::cast<bool>(std::apply(is_there_, each)); });
+  }
+
   // Makes the key of a call, and the views of its arrays; false if the call cannot be in the table. An array of
   // NumPy needs no view: it keeps its memory while it exists.
   bool describe_call(const nb::str& name, const nb::tuple& arrays, const nb::tuple& options, const nb::dict& keywords,
@@ -256,7 +282,8 @@ class CallTable {
 
   const nb::type_object constant_;  // of options that never change
   const nb::object describe_;       // makes the view of an array; None for describe()
-  std::unordered_map<Key, nb::object, HashOfKey> entries_;
+  const nb::object is_there_;       // asks about a pointer; None for may_still_access()
+  std::unordered_map<Key, Entry, HashOfKey> entries_;
   std::size_t array_count_ = 0;
 };
 
@@ -279,10 +306,12 @@ PyType_Slot kSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&visit_table)},
 
 void bind_call_table(nb::module_& m) {
   nb::class_<CallTable>(m, "CallTable", nb::type_slots(kSlots), "What earlier calls with equal arguments have proved.")
-      .def(nb::init<nb::type_object, nb::object>(), "constant"_a, "describe"_a = nb::none())
+      .def(nb::init<nb::type_object, nb::object, nb::object>(), "constant"_a, "describe"_a = nb::none(),
+           "is_there"_a = nb::none())
       .def("clear", &CallTable::clear, "Forget all calls.")
-      .def("add", &CallTable::add, "name"_a, "arrays"_a, "options"_a, "keywords"_a, "make"_a,
-           "Add a call, with the payload that make() returns.")
+      .def("add", &CallTable::add, "name"_a, "arrays"_a, "options"_a, "keywords"_a, "payload"_a,
+           "pointed"_a = std::vector<Pointed>(),
+           "Add a call. ``pointed``: the memory at its raw pointers, of which find() asks whether it is still there.")
       .def("find", &CallTable::find, "name"_a, "arrays"_a, "options"_a, "keywords"_a,
            nb::sig("def find(self, name: str, arrays: tuple[object, ...], options: tuple[object, ...], "
                    "keywords: dict[str, object]) -> tuple[typing.Any, list[typing.Any]] | None"),

@@ -9,17 +9,25 @@
 #include <cerrno>
 #include <cinttypes>
 #include <cstdio>
-#include <set>
-#include <tuple>
 
 namespace qccl {
 
 namespace {
 
-// The pages (first, stop, whether to be written) that were looked up; forgotten when there are too many.
-using Pages = std::tuple<std::uintptr_t, std::uintptr_t, bool>;
-std::set<Pages> seen;
-constexpr std::size_t kMostSeen = 1024;
+// The pages from the one of the first byte to the one of the last.
+struct Pages {
+  std::uintptr_t first, stop;
+
+  Pages(std::uintptr_t address, std::size_t nbytes)
+      : first(address & ~(size() - 1)), stop((address + nbytes + size() - 1) & ~(size() - 1)) {}
+
+  static std::uintptr_t size() {
+    static const auto found = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+    return found;
+  }
+
+  std::size_t count() const { return (stop - first) / size(); }
+};
 
 // To write: the kernel combines the word with 0 by an atomic OR, and wakes nobody. To read: it copies a set of signals, and
 // then refuses the operation -1 on it (Abseil's AddressIsReadable() asks so); that takes half the time of a futex.
@@ -32,15 +40,15 @@ bool may_access_word(std::uintptr_t address, bool writes) {
   return done >= 0 || errno != EFAULT;  // a sandbox that forbids the call says EPERM
 }
 
-// Whether all mappings between two addresses allow it.
-bool has_permission(std::uintptr_t first, std::uintptr_t stop, bool writes) {
+// Whether all mappings of the pages allow it.
+bool has_permission(const Pages& pages, bool writes) {
   std::FILE* const lines = std::fopen("/proc/self/maps", "re");
   if (!lines) return true;  // not mounted
   bool allowed = true;
   std::uintptr_t low, high;
   char has[5];
   while (allowed && std::fscanf(lines, "%" SCNxPTR "-%" SCNxPTR " %4s%*[^\n]", &low, &high, has) == 3)
-    allowed = low >= stop || high <= first || has[writes ? 1 : 0] == (writes ? 'w' : 'r');
+    allowed = low >= pages.stop || high <= pages.first || has[writes ? 1 : 0] == (writes ? 'w' : 'r');
   std::fclose(lines);
   return allowed;
 }
@@ -48,22 +56,19 @@ bool has_permission(std::uintptr_t first, std::uintptr_t stop, bool writes) {
 }  // namespace
 
 bool may_access(std::uintptr_t address, std::size_t nbytes, bool writes) {
-  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-  const std::uintptr_t first = address & ~(page - 1), stop = (address + nbytes + page - 1) & ~(page - 1);
-  if (!may_access_word(address, writes)) return false;
-  if (stop - first > page && !may_access_word(address + nbytes - 1, writes)) return false;
-  if (stop - first <= 2 * page) return true;
-  // With MS_ASYNC nothing is written; the kernel only goes through the mappings.
-  if (msync(reinterpret_cast<void*>(first), stop - first, MS_ASYNC) && errno == ENOMEM) return false;
-  const Pages pages(first, stop, writes);
-  if (seen.count(pages)) return true;
-  if (!has_permission(first, stop, writes)) return false;
-  if (seen.size() >= kMostSeen) seen.clear();
-  seen.insert(pages);
-  return true;
+  if (!may_still_access(address, nbytes, writes)) return false;
+  const Pages pages(address, nbytes);
+  return pages.count() <= 2 || has_permission(pages, writes);
 }
 
-void forget_mappings() { seen.clear(); }
+bool may_still_access(std::uintptr_t address, std::size_t nbytes, bool writes) {
+  const Pages pages(address, nbytes);
+  if (!may_access_word(address, writes)) return false;
+  if (pages.count() > 1 && !may_access_word(address + nbytes - 1, writes)) return false;
+  // With MS_ASYNC nothing is written; the kernel only goes through the mappings.
+  return pages.count() <= 2 ||
+         !(msync(reinterpret_cast<void*>(pages.first), pages.stop - pages.first, MS_ASYNC) && errno == ENOMEM);
+}
 
 }  // namespace qccl
 
@@ -73,7 +78,7 @@ namespace qccl {
 
 bool may_access(std::uintptr_t, std::size_t, bool) { return true; }
 
-void forget_mappings() {}
+bool may_still_access(std::uintptr_t, std::size_t, bool) { return true; }
 
 }  // namespace qccl
 

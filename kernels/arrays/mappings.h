@@ -6,13 +6,13 @@
 
 namespace qccl {
 
-// Whether all `nbytes` (at least one) may be read, or written. No value changes, also if other threads write some. An
-// answer must cost little, because every call on raw pointers asks: the kernel is asked for the first and the last byte,
-// and whether anything between is unmapped. What the pages between allow is looked up when they are seen for the first
-// time. Linux; elsewhere all memory is assumed to be there.
+// Whether all `nbytes` (at least one) may be read, or written. No value changes, also if other threads write some. Linux;
+// elsewhere all memory is assumed to be there.
 bool may_access(std::uintptr_t address, std::size_t nbytes, bool writes);
 
-// Forgets what was looked up.
-void forget_mappings();
+// Whether memory that may_access() has allowed is still there. Every call on raw pointers asks, so the answer must cost
+// little: the kernel is asked for the first and the last byte, and whether anything between is unmapped, but not what the
+// pages between allow.
+bool may_still_access(std::uintptr_t address, std::size_t nbytes, bool writes);
 
 }  // namespace qccl

@@ -141,7 +141,6 @@ NB_MODULE(_host, m) {
   m.def("may_access", &qccl::may_access, "address"_a, "nbytes"_a, "writes"_a,
            "Whether so many bytes (at least one) may be read, or written; asks the kernel. No value changes. "
            "Linux only.");
-  m.def("forget_mappings", &qccl::forget_mappings, "Forget which pages may_access() has looked up.");
   m.attr("isa") = qccl::loops().name;
   nb::list usable;
   for (const qccl::Isa* isa : qccl::usable_isas()) usable.append(isa->name);

@@ -82,7 +82,7 @@ class Memory(Protocol):
 
     @property
     def calls(self) -> CallTable:
-        """Finds calls that were made before, on arrays of the same forms in the same memory."""
+        """Finds calls that were made before, on arrays of the same forms in the same memory, if it is still there."""
 
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
         """The memory of ``array``, which is named ``what`` in errors; ``dtype`` reinterprets uint16 as bfloat16.
@@ -108,8 +108,8 @@ class Memory(Protocol):
         from then on.
         """
 
-    def recheck(self, checked: Iterable[tuple[int | None, Values]], arrays: Sequence[Any], *, hold: bool) -> list[Any]:
-        """Check again what equal arguments do not prove: pointers, and tensors (whose numbers in ``arrays`` are given).
+    def recheck(self, tensors: Iterable[tuple[int, Values]], arrays: Sequence[Any], *, hold: bool) -> list[Any]:
+        """Check again what equal arguments do not prove of tensors, whose numbers in ``arrays`` are given.
 
         With ``hold``: as hold(). Returns objects that keep the memory alive.
         """

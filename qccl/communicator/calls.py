@@ -40,20 +40,26 @@ from qccl.engine.base import Bound, Progress, Request
 __all__ = ["Collectives"]
 
 _NOW = Progress.NOW
-_ALLREDUCE, _COALESCED, _HIERARCHICAL = Method(AllReduceSpec), Method(CoalescedSpec), Method(HierarchicalSpec)
-_REDUCE_SCATTER, _ALL_GATHER, _ALL_TO_ALL = Method(ReduceScatterSpec), Method(AllGatherSpec), Method(AllToAllSpec)
-_BROADCAST, _REDUCE, _PEER_EXCHANGE = Method(BroadcastSpec), Method(ReduceSpec), Method(PeerExchangeSpec)
+_ALLREDUCE = Method(AllReduceSpec, "op", "algorithm")
+_COALESCED = Method(CoalescedSpec, "outs", "op", "algorithm")
+_REDUCE_SCATTER = Method(ReduceScatterSpec, "counts", "op")
+_ALL_GATHER = Method(AllGatherSpec, "counts")
+_ALL_TO_ALL = Method(AllToAllSpec, "send_counts", "recv_counts")
+_BROADCAST = Method(BroadcastSpec, "root", "algorithm")
+_REDUCE = Method(ReduceSpec, "root", "op", "algorithm")
+_HIERARCHICAL = Method(HierarchicalSpec, "op", "intra", "layout", "node_ids", "inter", "algorithm")
+_PEER_EXCHANGE = Method(PeerExchangeSpec, "send_to", "replicas")
 
 
 class _Checks(NamedTuple):
     """The part of a call beside running its program.
 
     Attributes:
-        checked: pointers (None) and tensors (their numbers among the arrays), which each call checks again.
+        tensors: by their numbers among the arrays; each call checks them again.
         inputs, outputs: for ``nonfinite="error"``; without the arrays themselves, which are not kept alive.
     """
 
-    checked: tuple[tuple[int | None, Values], ...]
+    tensors: tuple[tuple[int, Values], ...]
     inputs: tuple[Values, ...]
     outputs: tuple[Values, ...]
 
@@ -125,9 +131,7 @@ class Collectives:
             PeerLost: another rank failed, left or gave up.
             EngineError: the library of the transport (MPI, UCX, gloo, NCCL) or CUDA failed.
         """
-        return self._call(
-            _ALLREDUCE, (x, out), {"op": op, "algorithm": algorithm, **options}, x if out is None else out
-        )
+        return self._call(_ALLREDUCE, (x, out), (op, algorithm), options, x if out is None else out)
 
     @_COALESCED.accepts(CallOptions)
     def quantized_allreduce_coalesced(
@@ -154,8 +158,7 @@ class Collectives:
             raise ArgumentError(f"there are {len(xs)} arrays in xs and {len(targets)} in outs; each needs its own")
 
         arrays = tuple(xs) if outs is None else (*xs, *outs)
-        given = {"outs": outs is not None, "op": op, "algorithm": algorithm, **options}
-        return self._call(_COALESCED, arrays, given, targets)
+        return self._call(_COALESCED, arrays, (outs is not None, op, algorithm), options, targets)
 
     @_REDUCE_SCATTER.accepts(StateArrayOptions)
     def quantized_reduce_scatter(
@@ -174,7 +177,7 @@ class Collectives:
         what it sends; a rank changes its state if its ``x`` and its part of the result are finite. Other arguments: see
         quantized_allreduce. Returns ``out`` (or ``x``), or its Work.
         """
-        return self._call(_REDUCE_SCATTER, (x, out), {"counts": counts, "op": op, **options}, x if out is None else out)
+        return self._call(_REDUCE_SCATTER, (x, out), (counts, op), options, x if out is None else out)
 
     @_ALL_GATHER.accepts(ResultArrayOptions)
     def quantized_all_gather(
@@ -186,7 +189,7 @@ class Collectives:
         ``out`` itself. All ranks get the same bits: each replaces its own part by the values that the others decode.
         Other arguments: see quantized_allreduce. Returns ``out``, or its Work.
         """
-        return self._call(_ALL_GATHER, (x, out), {"counts": counts, **options}, out)
+        return self._call(_ALL_GATHER, (x, out), (counts,), options, out)
 
     @_ALL_TO_ALL.accepts(ArrayOptions)
     def quantized_all_to_all(
@@ -204,8 +207,7 @@ class Collectives:
         means equal parts. A rank's part for itself is copied exactly. Other arguments: see quantized_allreduce. Returns
         ``out``, or its Work.
         """
-        given = {"send_counts": send_counts, "recv_counts": recv_counts, **options}
-        return self._call(_ALL_TO_ALL, (x, out), given, out)
+        return self._call(_ALL_TO_ALL, (x, out), (send_counts, recv_counts), options, out)
 
     @_BROADCAST.accepts(ResultArrayOptions)
     def quantized_broadcast(
@@ -217,9 +219,8 @@ class Collectives:
         ``out``, only the root needs ``x``. ``algorithm`` is "chain", "binomial" or "auto" (by size). Other arguments:
         see quantized_allreduce. Returns the output array, or its Work.
         """
-        has_input = self.rank == root or out is None
-        given = {"root": root, "algorithm": algorithm, **options}
-        return self._call(_BROADCAST, (x if has_input else None, out), given, x if out is None else out)
+        arrays = x if self.rank == root or out is None else None, out
+        return self._call(_BROADCAST, arrays, (root, algorithm), options, x if out is None else out)
 
     @_REDUCE.accepts(ArrayOptions)
     def quantized_reduce(
@@ -239,8 +240,7 @@ class Collectives:
         """
         is_root = self.rank == root
         result = None if not is_root else x if out is None else out
-        given = {"root": root, "op": op, "algorithm": algorithm, **options}
-        return self._call(_REDUCE, (x, out if is_root else None), given, result)
+        return self._call(_REDUCE, (x, out if is_root else None), (root, op, algorithm), options, result)
 
     @_HIERARCHICAL.accepts(CallOptions)
     def hierarchical_allreduce(
@@ -271,9 +271,8 @@ class Collectives:
 
         Other arguments: see quantized_allreduce; avg is the mean over all ranks. Returns the output array, or its Work.
         """
-        given = {"op": op, "intra": intra, "layout": layout, "node_ids": node_ids, "inter": inter, **options}
-        given["algorithm"] = algorithm
-        return self._call(_HIERARCHICAL, (x, out), given, x if out is None else out)
+        own = op, intra, layout, node_ids, inter, algorithm
+        return self._call(_HIERARCHICAL, (x, out), own, options, x if out is None else out)
 
     @_PEER_EXCHANGE.accepts(StateArrayOptions)
     def peer_exchange(
@@ -302,23 +301,25 @@ class Collectives:
         """
         if not isinstance(replicas, Mapping):
             raise ArgumentError(f"replicas must be a dict of arrays by rank, not {type(replicas).__name__}")
-        given = {"send_to": send_to, "replicas": tuple(replicas), **options}
-        return self._call(_PEER_EXCHANGE, (z, applied, *replicas.values()), given, applied)
+        return self._call(
+            _PEER_EXCHANGE, (z, applied, *replicas.values()), (send_to, tuple(replicas)), options, applied
+        )
 
     # -- the way of every call ---------------------------------------------------------------------------------------
 
-    def _call(self, method: Method, arrays: tuple[Any, ...], given: dict[str, Any], result: Any) -> Any:
+    def _call(self, method: Method, arrays: tuple[Any, ...], own: tuple[Any, ...], options: Any, result: Any) -> Any:
         """Make a call, and return ``result`` or its Work. Only the first call with equal arguments is prepared.
 
-        ``given`` are all arguments beside the arrays, by name. An array may also be an address.
+        ``own`` are the arguments that ``method.own`` names; ``options`` is the dict of ``**options``. An array may also
+        be an address.
         """
         session, memory = self._session, self._memory
         if session.end.is_over or session.calling:
             self._check_usable()
         # may be another one in each call
-        lr = given.pop("lr") if "lr" in given and "lr" in method.parameters else None
-        found = memory.calls.find(method.name, arrays, (), given)
-        prepared, views = found or self._prepare(method, arrays, given)
+        lr = options.pop("lr") if "lr" in options and "lr" in method.parameters else None
+        found = memory.calls.find(method.name, arrays, own, options)
+        prepared, views = found or self._prepare(method, arrays, own, options)
         compiled, bound, request, checks = prepared
         if lr is not None:
             request = request._replace(lr=lr_of(lr))
@@ -328,8 +329,8 @@ class Collectives:
             session.start(compiled, bound, request, kept, streams)
             return result
         is_async = request.progress is _NOW
-        if checks.checked:
-            kept = kept, memory.recheck(checks.checked, arrays, hold=is_async)
+        if checks.tensors:
+            kept = kept, memory.recheck(checks.tensors, arrays, hold=is_async)
         check = self._check_of(checks) if request.nonfinite == "error" else None
         if is_async:
             work = Work(session, result, check)
@@ -353,11 +354,11 @@ class Collectives:
 
     @guarded
     def _prepare(
-        self, method: Method, arrays: tuple[Any, ...], given: dict[str, Any]
+        self, method: Method, arrays: tuple[Any, ...], given: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[_Prepared, list[Values]]:
         """Check the arguments of a call, and let later calls find them; also returns the arrays' memory."""
         memory = self._memory
-        options, own = method.complete(given)
+        options, own = method.complete(given, keywords)
         is_pointers = "count" in own
         call = Call(
             memory=memory,
@@ -381,18 +382,18 @@ class Collectives:
         of_tensors = [(number, array) for number, array in enumerate(arrays) if is_tensor(array)]
         if of_tensors:
             skip_tracing()  # torch may have been imported after the communicator was made
-        checked: list[tuple[int | None, Values]] = [(None, bare[each]) for each in values if each.array is None]
-        checked += [(number, bare[each]) for number, array in of_tensors for each in values if each.array is array]
+        tensors = tuple((number, bare[each]) for number, array in of_tensors for each in values if each.array is array)
         checks = None
-        if checked or request.progress is _NOW or request.nonfinite == "error":
+        if tensors or request.progress is _NOW or request.nonfinite == "error":
             inputs, outputs = (
                 tuple(bare[each] for each in spec.arrays_of(role, by_name, self.rank, self.size))
                 for role in (Role.INPUT, Role.OUTPUT)
             )
-            checks = _Checks(tuple(checked), inputs, outputs)
+            checks = _Checks(tensors, inputs, outputs)
         prepared = compiled, bound, request, checks
         if request.trace is None and all(each.count for each in values):
-            memory.calls.add(method.name, arrays, (), given, lambda: prepared)
+            pointed = [(each.address, each.nbytes, each.writable) for each in values] if is_pointers else []
+            memory.calls.add(method.name, arrays, given, keywords, prepared, pointed)
         return prepared, values
 
     def _choose(self, specs: Sequence[CollectiveSpec], key: str | None, stream: Any = None) -> CallChoice:

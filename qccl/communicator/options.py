@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 from qccl.base.dtypes import DType
@@ -82,12 +82,13 @@ class Method:
 
     Attributes:
         spec: checks its calls.
+        own: the names of the arguments that it hands on apart from ``**options`` (Collectives._call).
         name: tells its calls from others.
         parameters: their names, also of those that it takes by ``**options``.
     """
 
-    def __init__(self, spec: type[CollectiveSpec]) -> None:
-        self.spec = spec
+    def __init__(self, spec: type[CollectiveSpec], *own: str) -> None:
+        self.spec, self.own = spec, own
         self.name = ""
         self.parameters: Collection[str] = ()
 
@@ -109,16 +110,16 @@ class Method:
 
         return decorate
 
-    def complete(self, given: Mapping[str, Any]) -> tuple[CallOptions, dict[str, Any]]:
-        """All options of a call, with defaults for those that are not given; and its other arguments.
+    def complete(self, own: Sequence[Any], options: Mapping[str, Any]) -> tuple[CallOptions, dict[str, Any]]:
+        """All options of a call, with defaults for those that are not given; and its own arguments, by their names.
 
         A wrong keyword raises the TypeError that Python raises for a function without ``**``, and one of the last
         release ArgumentError.
         """
-        for name in given:
+        for name in options:
             if instead := KEYWORDS.get(f"qccl.{self.name.rpartition('.')[2]}({name})"):
                 raise ArgumentError(f"{self.name}() has no argument {name!r} any more; {instead}")
             if name not in self.parameters:
                 raise TypeError(f"{self.name}() got an unexpected keyword argument {name!r}")
-        own = {**_DEFAULTS, **given}
-        return cast(CallOptions, {name: own.pop(name) for name in _DEFAULTS}), own
+        given = {**_DEFAULTS, **dict(zip(self.own, own, strict=True)), **options}
+        return cast(CallOptions, {name: given.pop(name) for name in _DEFAULTS}), given

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["hierarchical_allreduce", "peer_exchange", "quantized_allreduce"]
 
-_ALLREDUCE, _HIERARCHICAL, _PEER_EXCHANGE = Method(AllReduceSpec), Method(HierarchicalSpec), Method(PeerExchangeSpec)
+_MEMORY = "count", "datatype", "stream"
+_ALLREDUCE = Method(AllReduceSpec, *_MEMORY, "op", "algorithm")
+_HIERARCHICAL = Method(HierarchicalSpec, *_MEMORY, "op", "intra", "layout", "node_ids", "inter", "algorithm")
+_PEER_EXCHANGE = Method(PeerExchangeSpec, *_MEMORY, "send_to", "replicas")
 
 
 @_ALLREDUCE.accepts(PointerOptions)
@@ -43,8 +46,8 @@ def quantized_allreduce(
     """
     if not isinstance(comm, Collectives):
         _refuse(comm)
-    given = {"count": count, "datatype": datatype, "stream": stream, "op": op, "algorithm": algorithm, **options}
-    work: Work | None = comm._call(_ALLREDUCE, (sendbuf, recvbuf), given, None)
+    own = count, datatype, stream, op, algorithm
+    work: Work | None = comm._call(_ALLREDUCE, (sendbuf, recvbuf), own, options, None)
     return work
 
 
@@ -68,9 +71,8 @@ def hierarchical_allreduce(
     """All-reduce in two levels (Communicator.hierarchical_allreduce) on raw pointers; see quantized_allreduce here."""
     if not isinstance(comm, Collectives):
         _refuse(comm)
-    given = {"count": count, "datatype": datatype, "stream": stream, "op": op, "algorithm": algorithm, **options}
-    given |= {"intra": intra, "layout": layout, "node_ids": node_ids, "inter": inter}
-    work: Work | None = comm._call(_HIERARCHICAL, (sendbuf, recvbuf), given, None)
+    own = count, datatype, stream, op, intra, layout, node_ids, inter, algorithm
+    work: Work | None = comm._call(_HIERARCHICAL, (sendbuf, recvbuf), own, options, None)
     return work
 
 
@@ -92,9 +94,8 @@ def peer_exchange(
         raise ArgumentError(f"replicas must be a dict of pointers by rank, not {type(replicas).__name__}")
     if not isinstance(comm, Collectives):
         _refuse(comm)
-    pointers, peers = (sendbuf, applied, *replicas.values()), tuple(replicas)
-    given = {"count": count, "datatype": datatype, "stream": stream, "send_to": send_to, "replicas": peers, **options}
-    work: Work | None = comm._call(_PEER_EXCHANGE, pointers, given, None)
+    pointers, own = (sendbuf, applied, *replicas.values()), (count, datatype, stream, send_to, tuple(replicas))
+    work: Work | None = comm._call(_PEER_EXCHANGE, pointers, own, options, None)
     return work
 
 

@@ -27,7 +27,7 @@ def ones(count: int = 64) -> np.ndarray:
 def test_types_forms_and_addresses():
     table = _host.CallTable(Codec)
     x, y = np.zeros((2, 3), np.float32), np.zeros((2, 3), np.float32)
-    table.add(NAME, (x, None), (1, "sum"), {"chunk": None}, lambda: "found")
+    table.add(NAME, (x, None), (1, "sum"), {"chunk": None}, "found")
     payload, (view,) = table.find(NAME, (x, None), (1, "sum"), {"chunk": None})
     assert payload == "found" and view.shape == (2, 3)
     assert table.find(NAME, (x[:], None), (1, "sum"), {"chunk": None})[0] == "found"
@@ -57,14 +57,14 @@ def test_types_forms_and_addresses():
         assert table.find(NAME, arrays, options, keywords) is None
     assert table.find("another", (x, None), (1, "sum"), {"chunk": None}) is None
     for options in ((np.int64(1),), ({},), ([[1]],), ((1, (2,)),), (object(),)):
-        table.add(NAME, (x,), options, {}, pytest.fail)
+        table.add(NAME, (x,), options, {}, "refused")
         assert table.find(NAME, (x,), options, {}) is None
 
 
 def test_lists_and_tuples_are_compared_by_their_elements():
     table, x, counts = _host.CallTable(Codec), ones(), [1, 2]
-    table.add(NAME, (x,), (counts,), {}, lambda: "list")
-    table.add(NAME, (x,), ((1, 2),), {}, lambda: "tuple")
+    table.add(NAME, (x,), (counts,), {}, "list")
+    table.add(NAME, (x,), ((1, 2),), {}, "tuple")
     assert table.find(NAME, (x,), ([1, 2],), {})[0] == "list" and table.find(NAME, (x,), ((1, 2),), {})[0] == "tuple"
     for other in ([2, 1], [1], [1, 2, 3], [1, 2.0], [True, 2], (1, True), (2, 1), (), [], None):
         assert table.find(NAME, (x,), (other,), {}) is None
@@ -75,18 +75,43 @@ def test_lists_and_tuples_are_compared_by_their_elements():
 
 def test_raw_addresses():
     table = _host.CallTable(Codec)
-    table.add(NAME, (4096, 8192), ("sum",), {}, lambda: "found")
+    table.add(NAME, (4096, 8192), ("sum",), {}, "found")
     assert table.find(NAME, (4096, 8192), ("sum",), {}) == ("found", [4096, 8192])
-    table.add(NAME, (1 << 200, None), (), {}, lambda: "large")
+    table.add(NAME, (1 << 200, None), (), {}, "large")
     assert table.find(NAME, (1 << 200, None), (), {})[0] == "large"
     for addresses in ((8192, 4096), (4096, 4096), (4096, None), (4096.0, 8192), (True, 8192), (1 << 61, 8192)):
         assert table.find(NAME, addresses, ("sum",), {}) is None
     for address in (np.int64(4096), np.uint64(4096), np.array(4096)):  # their own memory says nothing
-        table.add(NAME, (address,), (), {}, pytest.fail)
+        table.add(NAME, (address,), (), {}, "refused")
         assert table.find(NAME, (address,), (), {}) is None
     number = np.array(1, np.float32)  # an array without axes
-    table.add(NAME, (number,), (), {}, lambda: "found")
+    table.add(NAME, (number,), (), {}, "found")
     assert table.find(NAME, (number,), (), {})[0] == "found"
+
+
+def test_memory_at_raw_pointers_is_looked_at_in_each_search():
+    """By the kernel, or by the function that the table was given, which may also empty the table."""
+    asked, allowed = [], [True, True]
+
+    def is_there(*pointed):
+        asked.append(pointed)
+        if not allowed:
+            table.clear()
+        return bool(allowed and allowed.pop())
+
+    x = ones()
+    here, nowhere = (x.ctypes.data, x.nbytes, True), (4096, 4, False)
+    for table, pointed, found in (
+        (_host.CallTable(Codec), [here], True),
+        (_host.CallTable(Codec), [here, nowhere], False),
+        (_host.CallTable(Codec, None, is_there), [here, nowhere], True),
+    ):
+        table.add(NAME, (4096,), (), {}, "found", pointed)
+        assert (table.find(NAME, (4096,), (), {}) is not None) is found
+    assert asked == [here, nowhere]
+    assert table.find(NAME, (4096,), (), {}) is None and asked == [here, nowhere, here]
+    table.add(NAME, (4096,), (), {}, "found")
+    assert table.find(NAME, (4096,), (), {})[0] == "found" and len(asked) == 3
 
 
 def test_devices():
@@ -100,13 +125,13 @@ def test_devices():
 
     table = _host.CallTable(Codec, describe)
     here = Producer(x, FLOAT, device=(2, 0))
-    table.add(NAME, (here, None), (), {}, lambda: "found")
+    table.add(NAME, (here, None), (), {}, "found")
     assert table.find(NAME, (Producer(x, FLOAT, device=(2, 0)), None), (), {})[0] == "found"
     for device in ((2, 1), (13, 0), (3, 0), (1, 0)):
         assert table.find(NAME, (Producer(x, FLOAT, device=device), None), (), {}) is None
     assert described[0] is here and len(described) == 6
     for refused in (object(), "text"):
-        table.add(NAME, (refused, None), (), {}, pytest.fail)
+        table.add(NAME, (refused, None), (), {}, "refused")
         assert table.find(NAME, (refused, None), (), {}) is None
 
 
@@ -120,8 +145,8 @@ def test_an_interrupt_while_an_array_is_described():
         return _host.describe(array)
 
     table = _host.CallTable(Codec, describe)
-    table.add(NAME, (x,), (), {}, lambda: "found")  # an empty table describes nothing
-    for call in (table.find, lambda *arguments: table.add(*arguments, lambda: "found")):
+    table.add(NAME, (x,), (), {}, "found")  # an empty table describes nothing
+    for call in (table.find, lambda *arguments: table.add(*arguments, "found")):
         for lost in (TypeError, BufferError):
             errors.append(lost())
             assert call(NAME, (x,), (), {}) is None
@@ -147,7 +172,7 @@ def test_an_option_that_its_list_loses_while_an_array_is_described():
         return _host.describe(array)
 
     table, x, options = _host.CallTable(Constant, describe), ones(), [Constant()]
-    table.add(NAME, (x,), (options,), {}, lambda: "found")
+    table.add(NAME, (x,), (options,), {}, "found")
     assert table.find(NAME, (x,), (options,), {}) is None  # the entry has the first element, the list the second one
     assert seen == [True, True]
 
@@ -157,7 +182,7 @@ def test_a_search_leaves_no_references():
     x, codec = np.ones(64, np.dtype(np.float32).newbyteorder("=")), codecs.get("minmax4")
     table, options = _host.CallTable(Codec), [12345678901, "".join(["te", "xt"])]
     assert x.dtype == np.float32 and x.dtype is not np.dtype(np.float32)
-    table.add(NAME, (x,), (options,), {"codec": codec}, lambda: "found")
+    table.add(NAME, (x,), (options,), {"codec": codec}, "found")
     counted = [x, x.dtype, codec, options, *options]
     before = [sys.getrefcount(each) for each in counted]
     for _ in range(100):
@@ -169,7 +194,7 @@ def test_a_codec_equals_only_itself():
     table, x = _host.CallTable(Codec), ones()
     codec, equal = codecs.get("minmax4"), dataclasses.replace(codecs.get("minmax4"))
     assert codec == equal and codec is not equal
-    table.add(NAME, (x,), (), {"codec": codec}, lambda: "found")
+    table.add(NAME, (x,), (), {"codec": codec}, "found")
     assert table.find(NAME, (x,), (), {"codec": codec})[0] == "found"
     for other in (equal, codecs.get("minmax8"), codec.spec()):
         assert table.find(NAME, (x,), (), {"codec": other}) is None
@@ -180,7 +205,7 @@ def test_the_table_is_bounded(calls, arrays, most):
     """By the number of calls, and of their arrays."""
     table, xs = _host.CallTable(Codec), (ones(1),) * arrays
     for i in range(calls):
-        table.add(NAME, xs, (i,), {}, lambda i=i: i)
+        table.add(NAME, xs, (i,), {}, i)
     found = [i for i in range(calls) if table.find(NAME, xs, (i,), {})]
     assert found and found[-1] == calls - 1 and len(found) <= most
 

@@ -10,7 +10,6 @@ import pytest
 from thread_ranks import on_ranks
 
 import qccl
-from qccl import _host
 
 PAGE = mmap.PAGESIZE
 PAGES = 5
@@ -28,8 +27,7 @@ def reduce(sendbuf, recvbuf, count, comm, **options):
 
 @pytest.fixture
 def memory():
-    """The address of some pages, which may be protected, and no call has seen."""
-    _host.forget_mappings()
+    """The address of some pages, which may be protected."""
     pages = mmap.mmap(-1, PAGES * PAGE)
     first = ctypes.c_char.from_buffer(pages)
     yield ctypes.addressof(first)
@@ -168,6 +166,35 @@ def test_memory_with_a_hole():
     finally:
         unmap(0, 2)
         unmap(3, 2)
+
+
+@pytest.mark.parametrize("unmapped", [0, 2, 4])
+def test_memory_that_is_unmapped_between_equal_calls(unmapped):
+    """At the ends or in the middle: the call that was found before is refused, and made again when the page is back."""
+    _libc.mmap.restype = ctypes.c_void_p
+    page, private = ctypes.c_size_t(PAGE), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    writable, fixed = mmap.PROT_READ | mmap.PROT_WRITE, 0x10
+    start = _libc.mmap(None, ctypes.c_size_t(PAGES * PAGE), writable, private, -1, ctypes.c_long(0))
+    gone = ctypes.c_void_p(start + unmapped * PAGE)
+
+    def run(comm):
+        out = np.empty(COUNT, np.float32)
+        for given in ((start, start), (start, out.ctypes.data)):
+            for _ in range(3):
+                reduce(*given, COUNT, comm)
+            assert _libc.munmap(gone, page) == 0
+            try:
+                for _ in range(2):
+                    with pytest.raises(qccl.InvalidBufferError, match="not all memory"):
+                        reduce(*given, COUNT, comm)
+            finally:
+                assert _libc.mmap(gone, page, writable, private | fixed, -1, ctypes.c_long(0)) == gone.value
+            reduce(*given, COUNT, comm)
+
+    try:
+        qccl.run_ranks(1, run)
+    finally:
+        assert _libc.munmap(ctypes.c_void_p(start), ctypes.c_size_t(PAGES * PAGE)) == 0
 
 
 @on_ranks(2)

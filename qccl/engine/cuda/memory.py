@@ -63,7 +63,7 @@ class CudaMemory:
 
     def __init__(self, device: int) -> None:
         self.device = device
-        self.calls = _host.CallTable(Codec, _view)
+        self.calls = _host.CallTable(Codec, _view, self._is_known)
         self._checked: dict[int, tuple[int, int]] = {}  # address -> the allocation's end and number
 
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
@@ -105,15 +105,12 @@ class CudaMemory:
         for each in values:
             check_unmoved(each)
 
-    def recheck(self, checked: Iterable[tuple[int | None, Values]], arrays: Sequence[Any], *, hold: bool) -> list[Any]:
+    def recheck(self, tensors: Iterable[tuple[int, Values]], arrays: Sequence[Any], *, hold: bool) -> list[Any]:
         """As in Memory; a tensor of a GPU can still be resized."""
         owners = []
-        for number, values in checked:
-            if number is None:
-                self._check_memory(values.address, values.nbytes, values.what)
-            else:
-                check_values(arrays[number], values.what)
-                owners.append(storage_of(arrays[number], values.address, values.nbytes, values.what))
+        for number, values in tensors:
+            check_values(arrays[number], values.what)
+            owners.append(storage_of(arrays[number], values.address, values.nbytes, values.what))
         return owners
 
     def streams(self, stream: Any, arrays: Iterable[Any]) -> tuple[int, ...]:
@@ -175,19 +172,24 @@ class CudaMemory:
         if view.device_type == _CUDA and view.device_id != self.device:
             raise self._elsewhere(what, view.device_id)
 
-    def _check_memory(self, address: int, nbytes: int, what: str) -> None:
-        """Ask the driver about an address. Raises InvalidBufferError.
+    def _is_known(self, address: int, nbytes: int, writes: bool) -> bool:
+        """Whether _check_memory() has allowed an address, and the allocation still lives: no later one has its number.
 
-        What was found holds for as long as the allocation lives: no later one gets its number, the BUFFER_ID.
+        The driver knows the number as BUFFER_ID.
         """
-        if nbytes == 0:
+        if (checked := self._checked.get(address)) is None or address + nbytes > checked[0]:
+            return False
+        driver = cuda_libraries().bindings
+        buffer_id = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+        status, number = driver.cuPointerGetAttribute(buffer_id, address)
+        return not status and number == checked[1]
+
+    def _check_memory(self, address: int, nbytes: int, what: str) -> None:
+        """Ask the driver about an address. Raises InvalidBufferError."""
+        if nbytes == 0 or self._is_known(address, nbytes, True):
             return
         driver = cuda_libraries().bindings
         attribute = driver.CUpointer_attribute
-        if (checked := self._checked.get(address)) is not None:
-            status, number = driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, address)
-            if not status and number == checked[1] and address + nbytes <= checked[0]:
-                return
         wanted = [
             attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
             attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,

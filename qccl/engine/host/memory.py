@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from qccl import _host
 from qccl.base import dtypes
@@ -64,17 +64,10 @@ class HostMemory:
         """An address; null, unaligned, unmapped and read-only ones are refused."""
         address = check_pointer(pointer, count, dtype, what)
         values = Values(address, count, dtype, ((count,), (1,)), what, owner=pointer, writable=writable)
-        if count and not _host.may_access(address, values.nbytes, writable):
-            self._refuse(values)
-        return values
-
-    def _refuse(self, values: Values) -> NoReturn:
-        """Raise InvalidBufferError for a raw address that may not be used."""
-        address, nbytes = values.address, values.nbytes
-        place = (
-            f"{values.what}: the {values.count} elements of {values.dtype} at [{address:#x}, {address + nbytes:#x}) are"
-        )
-        if values.writable and _host.may_access(address, nbytes, False):
+        if not count or _host.may_access(address, values.nbytes, writable):
+            return values
+        place = f"{what}: the {count} elements of {dtype} at [{address:#x}, {address + values.nbytes:#x}) are"
+        if writable and _host.may_access(address, values.nbytes, False):
             raise InvalidBufferError(
                 f"{place} read-only, at least in part, and the result would be written there; pass memory that may be "
                 f"written"
@@ -91,20 +84,15 @@ class HostMemory:
                 check_unmoved(each)
                 forbid_resizing(each.array)
 
-    def recheck(self, checked: Iterable[tuple[int | None, Values]], arrays: Sequence[Any], *, hold: bool) -> list[Any]:
-        """Ask the kernel about pointers, and look at the tensors' negation and storage."""
-        owners, may_access = [], _host.may_access
-        for number, values in checked:
-            if number is None:
-                count = values.count
-                if count and not may_access(values.address, count * values.dtype.itemsize, values.writable):
-                    self._refuse(values)
-            else:
-                tensor = arrays[number]
-                check_values(tensor, values.what)
-                owners.append(storage_of(tensor, values.address, values.nbytes, values.what))
-                if hold:
-                    forbid_resizing(tensor)
+    def recheck(self, tensors: Iterable[tuple[int, Values]], arrays: Sequence[Any], *, hold: bool) -> list[Any]:
+        """Look at the tensors' negation and storage."""
+        owners = []
+        for number, values in tensors:
+            tensor = arrays[number]
+            check_values(tensor, values.what)
+            owners.append(storage_of(tensor, values.address, values.nbytes, values.what))
+            if hold:
+                forbid_resizing(tensor)
         return owners
 
     def streams(self, stream: Any, arrays: Iterable[Any]) -> tuple[int, ...]:
