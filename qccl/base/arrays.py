@@ -6,6 +6,7 @@ import ctypes
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from qccl.base import dtypes
@@ -80,9 +81,8 @@ class Values:
 class Memory(Protocol):
     """The memory that a communicator works on; finds and checks the caller's arrays in it."""
 
-    @property
-    def calls(self) -> CallTable:
-        """Finds calls that were made before, on arrays of the same forms in the same memory, if it is still there."""
+    def call_table(self) -> CallTable:
+        """Make a table that describes arrays as from_array() does, and asks whether the memory of pointers is there."""
 
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
         """The memory of ``array``, which is named ``what`` in errors; ``dtype`` reinterprets uint16 as bfloat16.
@@ -129,31 +129,23 @@ class Memory(Protocol):
 
 #: element type, shape and strides, as a view gives them
 _Described = tuple[str, tuple[int, ...], tuple[int, ...]]
-#: the forms of earlier calls, also by the name of the element type that the caller wants
-_forms: dict[tuple[_Described, str | None], Form] = {}
-_MOST_FORMS = 10_000
 
 
 def from_view(view: Any, array: Any, wanted: DType | None, *, writable: bool, what: str) -> Values:
     """The values of a description (of _host.describe) that is known to be in the right memory; the checks of Memory."""
     if is_tensor(array):
         check_values(array, what)
-    described = view.form
-    key = described, None if wanted is None else wanted.name
-    form = _forms.get(key)
-    if form is None:
-        form = _form_of(described, wanted, what)
-        if len(_forms) < _MOST_FORMS:
-            _forms[key] = form
+    dtype, count, shape_and_strides, order = _form_of(view.form, wanted, what)
     if writable and view.readonly:
         number = (
-            "" if described[1] else "; it is a single number: where a list of arrays is needed, pass [x] rather than x"
+            ""
+            if shape_and_strides[0]
+            else "; it is a single number: where a list of arrays is needed, pass [x] rather than x"
         )
         raise InvalidBufferError(
             f"{what} is read-only, and the result would be written into it; pass a writable array as out= "
             f"(for an immutable framework such as JAX: out=numpy.empty_like(x), then convert){number}"
         )
-    dtype, count, shape_and_strides, order = form
     address, owner = view.address, None
     if count and not address:
         raise InvalidBufferError(f"{what} has {count} elements but no memory (its address is null); allocate it first")
@@ -300,6 +292,7 @@ def _element_type(found: str, wanted: DType | None, what: str) -> DType:
     return dtypes.get(found)
 
 
+@lru_cache(4096)
 def _form_of(form: _Described, wanted: DType | None, what: str) -> Form:
     """Check the form of an array. Raises InvalidBufferError."""
     dtype, shape, strides = form

@@ -318,7 +318,7 @@ class Collectives:
             self._check_usable()
         # may be another one in each call
         lr = options.pop("lr") if "lr" in options and "lr" in method.parameters else None
-        found = memory.calls.find(method.name, arrays, own, options)
+        found = session.calls.find(method.name, arrays, own, options)
         prepared, views = found or self._prepare(method, arrays, own, options)
         compiled, bound, request, checks = prepared
         if lr is not None:
@@ -357,7 +357,7 @@ class Collectives:
         self, method: Method, arrays: tuple[Any, ...], given: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[_Prepared, list[Values]]:
         """Check the arguments of a call, and let later calls find them; also returns the arrays' memory."""
-        memory = self._memory
+        session, memory = self._session, self._memory
         options, own = method.complete(given, keywords)
         is_pointers = "count" in own
         call = Call(
@@ -376,7 +376,7 @@ class Collectives:
         request = _request(options)
         memory.streams(options["stream"], ())
         chosen = self._choose(specs, options["key"], options["stream"]).spec
-        spec, compiled, bound = self._session.bind(chosen, by_name, options["key"])
+        spec, compiled, bound = session.bind(chosen, by_name, options["key"])
         values = list(dict.fromkeys(by_name.values()))
         bare = {each: replace(each, array=None, view=None, owner=None) for each in values}
         of_tensors = [(number, array) for number, array in enumerate(arrays) if is_tensor(array)]
@@ -393,7 +393,7 @@ class Collectives:
         prepared = compiled, bound, request, checks
         if request.trace is None and all(each.count for each in values):
             pointed = [(each.address, each.nbytes, each.writable) for each in values] if is_pointers else []
-            memory.calls.add(method.name, arrays, given, keywords, prepared, pointed)
+            session.calls.add(method.name, arrays, given, keywords, prepared, pointed)
         return prepared, values
 
     def _choose(self, specs: Sequence[CollectiveSpec], key: str | None, stream: Any = None) -> CallChoice:

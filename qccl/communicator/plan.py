@@ -62,7 +62,7 @@ class Plan:
         self.spec = spec = self._choice.spec
         self._key = key
         self._session = session
-        self._programs = ProgramCache(session.engine, (session.rank, session.size), session.memory.calls)
+        self._programs = ProgramCache(session.engine, (session.rank, session.size), session.calls)
         self._bound: _Arrays | None = None
         self._is_prepared = False  # on all ranks, for arrays in or out of place
         self._work: Work | None = None  # of the last run, if start() has made it

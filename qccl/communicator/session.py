@@ -50,6 +50,7 @@ class Session:
     Attributes:
         group: its name, for records.
         engine, memory: of the backend.
+        calls: finds calls that were made before with equal arguments, on the same memory.
         programs: of the communicator's calls; a plan has its own.
         state: the state of stateful codecs, by key.
         end, numbers: of the group, and of its next call: the engine's.
@@ -75,7 +76,8 @@ class Session:
         self.engine, self.memory = backend.engine, backend.memory
         if ranges is not None:  # calls without ranges pay nothing for them
             self.engine.start = _ranged(self.engine.start, ranges)  # type: ignore[method-assign]
-        self.programs = ProgramCache(self.engine, (rank, size), self.memory.calls)
+        self.calls = self.memory.call_table()
+        self.programs = ProgramCache(self.engine, (rank, size), self.calls)
         self.state = StateStore(rank, size, self.engine.persistent)
         self.end, self.numbers, self.engine.timeout = self.engine.end, self.engine.numbers, timeout
         self.statistics = Statistics(rank, size, self.group, self.engine.tallies)
@@ -190,8 +192,8 @@ class Session:
         if entry is None or entry.bound is not bound or entry.lr is not (lr is not None):
             entry = self.state.take(key, compiled.owner, compiled.state, lr, compiled.sums)
             entry.bound, entry.whole = bound, _with_memory(bound, entry.memory)
-        whole: Bound = entry.whole
-        memory = entry.memory
+        whole, memory = entry.whole, entry.memory
+        assert whole is not None  # set with ``bound``
         if lr is not None:
             if lr == 0:
                 memory = self.state.at_rest(entry)

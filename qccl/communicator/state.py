@@ -15,7 +15,7 @@ from qccl.communicator.owners import Owners
 if TYPE_CHECKING:
     import numpy as np
 
-    from qccl.engine.base import Persistent
+    from qccl.engine.base import Bound, Persistent
 
 __all__ = ["Entry", "Forms", "Parts", "Places", "StateArray", "StateStore", "check_key", "extents", "lr_of"]
 
@@ -66,7 +66,8 @@ class Entry:
         sums: the parts (buffer, start, stop) that have residuals of sums, which this rank owns; None before a call.
         is_carried: it comes from another group, and no call has used it yet.
         forms: those of the buffers that take() has found to be those of ``memory``.
-        bound, whole: the memory of the last call with this key (engine.base.Bound), without the state and with it.
+        bound, whole: the memory of the last call with this key, without the state and with it; the session keeps them
+            here because they end with the entry, and a change of ``memory`` must reset ``bound``.
         resting: the memory of the last call with lr=0, which may still run, until the next such call.
     """
 
@@ -76,8 +77,8 @@ class Entry:
     sums: Parts | None = None
     is_carried: bool = False
     forms: Forms | None = None
-    bound: Any = None
-    whole: Any = None
+    bound: Bound | None = None
+    whole: Bound | None = None
     resting: dict[str, StateArray] = field(default_factory=dict)
 
     def clear(self, parts: Parts) -> None:

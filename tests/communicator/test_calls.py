@@ -68,7 +68,7 @@ def test_a_repeated_call_is_not_prepared(name, preparations, executions):
             case.run()
             found.append(case.found())
             if forgets:
-                comm._memory.calls.clear()
+                comm._session.calls.clear()
         made = [each for each in executions if each._engine is comm._session.engine]
         assert len(made) == 1 + 5 * isinstance(case.work, qccl.Work)
         return found, preparations[comm.rank] - before

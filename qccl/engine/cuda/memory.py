@@ -63,8 +63,11 @@ class CudaMemory:
 
     def __init__(self, device: int) -> None:
         self.device = device
-        self.calls = _host.CallTable(Codec, _view, self._is_known)
         self._checked: dict[int, tuple[int, int]] = {}  # address -> the allocation's end and number
+
+    def call_table(self) -> _host.CallTable:
+        """See Memory."""
+        return _host.CallTable(Codec, _view, self._is_known)
 
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
         """An array on this rank's GPU, by DLPack or by ``__cuda_array_interface__``.

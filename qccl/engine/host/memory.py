@@ -31,8 +31,9 @@ class HostMemory:
 
     has_streams = False
 
-    def __init__(self) -> None:
-        self.calls = _host.CallTable(Codec)
+    def call_table(self) -> _host.CallTable:
+        """See Memory."""
+        return _host.CallTable(Codec)
 
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
         """An array in memory of the host, by DLPack or by the buffer protocol; NumPy's bfloat16 by its bits.
