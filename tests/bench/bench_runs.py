@@ -25,32 +25,7 @@ LAUNCHERS = (
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "qccl.bench"]
 
-USERS = """
-from dataclasses import dataclass
-from typing import ClassVar
-import numpy as np
-from qccl.codecs import PythonCodec
-
-@dataclass(frozen=True)
-class Half(PythonCodec):
-    bucket: int = 64
-    name: ClassVar[str] = "half"
-    granule = property(lambda self: self.bucket)
-
-    def _nbytes(self, count, dtype):
-        return 2 * count
-
-    def encode_values(self, x):
-        return x.astype(np.float16).view(np.uint8)
-
-    def decode_values(self, wire, count):
-        return wire.view(np.float16).astype(np.float32)
-
-    def error_bound(self, x):
-        return abs(np.asarray(x, np.float64)) * 2.0**-11 + 2.0**-25
-
-number = 5
-"""
+USERS = Path(__file__).with_name("users_codec.py").read_text()
 
 #: traces() of a lab of two ranks: a bridge, and for each rank a namespace, its files and an interface
 OF_TWO_RANKS = 7

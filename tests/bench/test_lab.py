@@ -128,26 +128,22 @@ def test_a_rank_that_dies_ends_the_run(running: subprocess.Popen[str]) -> None:
     assert traces(running.pid) == [] and workers(running.pid) == []
 
 
-def test_two_labs_at_once_do_not_collide() -> None:
-    script = (
-        "import sys; from qccl.bench.lab.lab import Lab; from qccl.bench.params import parse_link\n"
-        "with Lab(2, parse_link('1gbit')): print('up', flush=True); sys.stdin.readline()"
-    )
-    with Lab(2, parse_link("1gbit")):
-        other = subprocess.Popen(
-            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
-        assert other.stdout.readline() == "up\n"
-        assert len(traces(os.getpid())) == len(traces(other.pid)) == OF_TWO_RANKS
-    assert traces(os.getpid()) == [] and len(traces(other.pid)) == OF_TWO_RANKS
-    other.communicate("\n", timeout=20)
-    assert other.returncode == 0 and traces(other.pid) == []
-
-
 APART = (
     "import sys; from qccl.bench.lab.lab import Lab; from qccl.bench.params import parse_link\n"
     "with Lab(2, parse_link('1gbit')) as network: print(network.bridge, flush=True); sys.stdin.readline()"
 )
+
+
+def test_two_labs_at_once_do_not_collide() -> None:
+    with Lab(2, parse_link("1gbit")):
+        other = subprocess.Popen(
+            [sys.executable, "-c", APART], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        assert other.stdout.readline() == f"qcclb{other.pid}\n"
+        assert len(traces(os.getpid())) == len(traces(other.pid)) == OF_TWO_RANKS
+    assert traces(os.getpid()) == [] and len(traces(other.pid)) == OF_TWO_RANKS
+    other.communicate("\n", timeout=20)
+    assert other.returncode == 0 and traces(other.pid) == []
 
 
 def test_a_lab_of_another_pid_namespace_stays() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +10,7 @@ from bench_rows import measured
 from cases import NUMPY, hard_data, stored
 from kernel_calls import assert_same_bits
 from oracle_collectives import AllReduce
+from users_codec import Half
 
 import qccl
 from qccl import codecs
@@ -19,7 +19,6 @@ from qccl.bench.sweep import data, reference
 from qccl.bench.sweep.calls import Case, PlainCall
 from qccl.bench.sweep.check import stretches_of
 from qccl.bench.sweep.measure import Row
-from qccl.codecs import PythonCodec
 from qccl.codecs.floats import to_float32
 
 
@@ -95,27 +94,6 @@ def test_the_reference_of_the_benchmark_is_the_oracles(
     assert_same_bits(found, wanted, f"{codec}, {op}, {algorithm}")
 
 
-@dataclass(frozen=True)
-class Halves(PythonCodec):
-    """float16, of which ``bound`` is said to be the error in units of the true bound."""
-
-    bound: float = 1.0
-    name = "halves"
-    granule = 64
-
-    def _nbytes(self, count, dtype):
-        return 2 * count
-
-    def encode_values(self, x):
-        return x.astype(np.float16).view(np.uint8)
-
-    def decode_values(self, wire, count):
-        return wire.view(np.float16).astype(np.float32)
-
-    def error_bound(self, x):
-        return self.bound * (np.abs(x.astype(np.float64)) * 2.0**-11 + 2.0**-25)
-
-
 @pytest.mark.parametrize("op", ["sum", "max"])
 @pytest.mark.parametrize("kind", ["allreduce", "hierarchical_allreduce", "reduce", "reduce_scatter", "all_gather"])
 def test_values_outside_of_the_codecs_bound_are_wrong(kind: str, op: str) -> None:
@@ -123,7 +101,7 @@ def test_values_outside_of_the_codecs_bound_are_wrong(kind: str, op: str) -> Non
 
     def run(comm: qccl.Communicator) -> list[Row]:
         comm.nodes = (0, 0, 1)
-        return [measured(comm, Halves(bound), case, parameters={"intra": "none"}) for bound in (1.0, 0.5)]
+        return [measured(comm, Half(bound=bound), case, parameters={"intra": "none"}) for bound in (1.0, 0.5)]
 
     for right, wrong in qccl.run_ranks(3, run):
         assert right.out_of_place.wrong == 0
