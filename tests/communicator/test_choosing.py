@@ -11,17 +11,11 @@ from thread_ranks import on_ranks
 
 import qccl
 from qccl.base.errors import ArgumentError, CodecError, CollectiveTimeout, MismatchError
-from qccl.communicator import measuring
 from qccl.communicator.profile import CallKind, GroupProfile
 
+pytestmark = pytest.mark.usefixtures("short_measurements")
+
 COLLECTIVES = ["allreduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
-
-
-@pytest.fixture(autouse=True)
-def short_measurements(monkeypatch):
-    """Enough for a choice; a good one is not needed here."""
-    monkeypatch.setattr(measuring, "_LIMIT", 0.05)
-    monkeypatch.setattr(measuring, "_SLICE", 0.005)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

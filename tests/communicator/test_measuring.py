@@ -18,14 +18,9 @@ from qccl.communicator.measuring import _rising
 from qccl.engine.host.rig import HostRig
 from qccl.observe.records import read_record
 
+pytestmark = pytest.mark.usefixtures("short_measurements")
+
 COLLECTIVES = ["allreduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
-
-
-@pytest.fixture(autouse=True)
-def short_measurements(monkeypatch):
-    """Enough for a choice; a good one is not needed here."""
-    monkeypatch.setattr(measuring, "_LIMIT", 0.05)
-    monkeypatch.setattr(measuring, "_SLICE", 0.005)
 
 
 @on_ranks(2)

@@ -55,25 +55,11 @@ def test_lists_of_other_types_are_taken(comm):
 
 
 @on_ranks(2)
-def test_a_wrong_size_is_shown_beside_that_of_the_other_array(comm):
-    x = np.zeros(100, np.float32)
-    with pytest.raises(qccl.ArgumentError, match=r"x has 100 elements, .* needs 50 on rank .; out has 100"):
-        comm.quantized_all_gather(x, out=np.empty_like(x))
-    part = np.zeros(60, np.float32)
-    with pytest.raises(qccl.ArgumentError, match=r"out has 60 elements, .* needs 50 on rank .; x has 100"):
-        comm.quantized_reduce_scatter(x, out=part)
-
-
-@on_ranks(2)
 def test_out_does_not_fit(comm):
     x = np.ones(COUNT, np.float32)
-    memory = np.zeros(2 * COUNT, np.float32)
     with pytest.raises(qccl.ArgumentError, match=r"5000 .* 4999"):
         comm.quantized_allreduce(x, out=np.zeros(COUNT - 1, np.float32))
-    with pytest.raises(qccl.InvalidBufferError, match="overlap in part"):
-        comm.quantized_allreduce(memory[:COUNT], out=memory[1 : COUNT + 1])
     with pytest.raises(qccl.InvalidBufferError, match="float16"):
         comm.quantized_allreduce(x, out=np.zeros(COUNT, np.float16))
     with pytest.raises(qccl.ArgumentError, match="lie differently"):
         comm.quantized_allreduce(np.ones((30, 100), np.float32), out=np.ones((30, 100), np.float32, order="F"))
-    assert (memory == 0).all()
