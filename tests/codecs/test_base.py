@@ -282,22 +282,6 @@ def test_what_is_no_integer(wrong: Any) -> None:
         MinMax(wrong)
 
 
-@pytest.mark.parametrize(
-    ("codec", "count", "nbytes"),
-    [
-        (MinMax(8, 1024), 0, 0),
-        (MinMax(8, 1024), 1, 4 + 8),
-        (MinMax(8, 1024), 1025, 1028 + 16),
-        (MinMax(4, 256), 256, 128 + 8),
-        (MinMax(3, 8), 9, 4 + 16),
-        (MinMax(1, "shard"), 1_000_003, 125_004 + 8),
-        (NoCodec(), 5, 20),
-    ],
-)
-def test_encoded_nbytes(codec: codecs.Codec, count: int, nbytes: int) -> None:
-    assert codec.encoded_nbytes(count, "float32") == nbytes
-
-
 def test_sizes_are_those_of_the_kernels() -> None:
     """Python and C++ each define the format of a wire once; the sizes must agree."""
     for codec in [*EVERY, *(codecs.get(row.spec) for row in ALL)]:

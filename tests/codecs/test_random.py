@@ -105,15 +105,6 @@ def test_same_key_same_bytes_other_key_other_bytes() -> None:
     assert len({wire(), *others}) == 7
 
 
-def test_a_shifted_start_draws_the_same_numbers() -> None:
-    """The words depend on the element's index, not on the call's first element, so chunks may begin anywhere."""
-    codec = MinMax(5, 64, stochastic=True)
-    x = np.random.default_rng(0).standard_normal(640).astype(np.float32)
-    whole = kernel_calls.decode(codec, kernel_calls.encode(codec, x, "float32", RngCounter()), 640, "float32")
-    part = kernel_calls.encode(codec, x[192:448], "float32", RngCounter(index=192))
-    assert (kernel_calls.decode(codec, part, 256, "float32") == whole[192:448]).all()
-
-
 def test_a_value_that_is_a_code_never_rounds_up() -> None:
     """Not even where the random number is zero, as it is for this element."""
     counter = RngCounter(index=1631927)

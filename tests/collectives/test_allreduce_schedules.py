@@ -1,6 +1,6 @@
-"""The schedules of all-reduce: workspace, rank order, and what may run at the same time.
+"""The schedules of all-reduce: workspace, and the choice of one.
 
-That they compute the right thing is the verifier's business (test_verify.py).
+Their results are checked by test_verify.py; what may run at the same time by test_simulate.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from qccl.base.errors import ArgumentError
 from qccl.codecs import MinMax, NoCodec
 from qccl.codecs.base import Codec
 from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
-from qccl.collectives.analysis.events import Computation, Ensemble, Gate
-from qccl.collectives.schedule import Encode, Exchange, Reduce, Role, Schedule
+from qccl.collectives.schedule import Reduce, Role, Schedule
 
 CODEC = MinMax(bits=4, bucket=8)
 ALGORITHMS = sorted(ALLREDUCE)
@@ -49,51 +48,6 @@ def test_nothing_to_do(name: str, in_place: bool) -> None:
             assert len(schedule.ops) == len(copies) == (0 if in_place or count == 0 else 1)
     scaled = all_ranks(name, 1, 9, in_place=in_place, scale=0.5)[0].ops
     assert [op.scale for op in scaled if isinstance(op, Reduce)] == [0.5]
-
-
-def chunk_of(schedule: Schedule, name: str) -> list[int | None]:
-    """For each operation of a pipelined schedule, the chunk it works on, counted by kind (None: not needed here)."""
-    made: dict[str, int] = {}
-    encodes_per_chunk = schedule.size - 1 if name == "two_round" else 1
-    chunks: list[int | None] = []
-    for op in schedule.ops:
-        kind, per_chunk = type(op).__name__, 1
-        if isinstance(op, Encode):
-            per_chunk = encodes_per_chunk
-        if isinstance(op, Exchange):
-            kind = op.sends[0].span.buffer
-        chunks.append(made.get(kind, 0) // per_chunk)
-        made[kind] = made.get(kind, 0) + 1
-    return chunks
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("depth", [2, 4])
-def test_next_encode_does_not_wait_for_the_exchange(name: str, depth: int) -> None:
-    """With queues in order, no path leads from an Exchange of chunk k to the Encode of chunk k+1, on any rank."""
-    size, chunks = 3, 6
-    count = 8 * chunks * (size if name == "two_round" else 1)
-    schedules = all_ranks(name, size, count, chunk_elements=8, depth=depth)
-    graph = Ensemble(schedules).graph("nccl")
-    numbers = [chunk_of(schedule, name) for schedule in schedules]
-    checked = 0
-    for start, event in enumerate(graph.events):
-        if not (isinstance(event, Gate) and event.opens):
-            continue
-        chunk = numbers[event.rank][event.op_index]
-        reached, todo = {start}, [start]
-        while todo:
-            for later in graph.after[todo.pop()]:
-                if later not in reached:
-                    reached.add(later)
-                    todo.append(later)
-        for other in reached:
-            step = graph.events[other]
-            if isinstance(step, Computation) and isinstance(schedules[step.rank].ops[step.op_index], Encode):
-                found = numbers[step.rank][step.op_index]
-                assert chunk is not None and found is not None and found != chunk + 1
-                checked += 1
-    assert checked
 
 
 def test_choice() -> None:

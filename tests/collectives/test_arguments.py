@@ -78,7 +78,8 @@ def test_numbers_of_other_libraries_are_taken_as_pythons(comm):
         timeout=np.float32(20),
     )
     assert (found == 3).all()
-    comm.quantized_allreduce(x, out=found, codec="minmax8+ef", key="x", lr=np.array(0.5) if comm.rank else 0.5)
+    for lrs in ((np.array(0.5), 0.5), (1, 1.0), (np.float64(0.1), 0.1)):
+        comm.quantized_allreduce(x, out=found, codec="minmax8+ef", key="x", lr=lrs[comm.rank])
     comm.quantized_broadcast(x, root=np.int64(1))
     assert (x == 2).all()
     for lr in (np.float32("nan"), np.ones(1), "0.5", True, np.True_):

@@ -13,8 +13,8 @@ from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.operands import CallerBuffers, RankGroup
 from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import pipeline
-from qccl.collectives.schedule import Decode, Exchange, Span, Transfer
-from qccl.collectives.wire import ALIGNMENT, Encoding, Slots, exchange
+from qccl.collectives.schedule import Decode, Span
+from qccl.collectives.wire import ALIGNMENT, Encoding, Slots
 
 COUNTS = [0, 1, 7, 8, 9, 100, 1000, 4096]
 
@@ -66,15 +66,6 @@ def test_bad_place(rank: int) -> None:
         CallerBuffers.alike((-1,), FLOAT32)
 
 
-def test_slots_do_not_overlap() -> None:
-    partitioned = partition([40], 1, [NoCodec()], ChunkPolicy.of_elements(1))
-    slots = Slots(Encoding(partitioned, NoCodec(), FLOAT32, depth=2), "ring", {5: 0, 7: 0, 6: 0})
-    assert slots.wires(0) == {5: Span("ring", 0, 160), 7: Span("ring", 192, 352), 6: Span("ring", 384, 544)}
-    assert slots.encoding.slot_nbytes == 192
-    assert slots.buffers()["ring"].nbytes == 576
-    assert Slots(slots.encoding, "ring", {}).buffers() == {}
-
-
 def test_slot_sizes() -> None:
     """Aligned, large enough for every chunk, in rows that are used again, and no more rows than chunks."""
     partitioned = partition([3000], 3, [MinMax(bucket=8)], ChunkPolicy.of_elements(300))
@@ -98,12 +89,6 @@ def test_peers_are_rotated() -> None:
     assert others[2] == (3, 4, 0, 1)
     for position in range(4):
         assert {each[position] for each in others} == set(range(5))
-
-
-def test_exchange_leaves_out_what_is_empty() -> None:
-    full, empty = Span("a", 0, 8), Span("a", 8, 8)
-    assert list(exchange({1: full, 2: empty}, {1: empty})) == [Exchange((Transfer(1, full),), ())]
-    assert list(exchange({1: empty}, {1: empty})) == []
 
 
 def test_pipeline_order() -> None:

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from case_schedules import check, schedules
+from case_schedules import schedules
 from collective_cases import Case
 from sent_bytes import sent_by_each
 from thread_ranks import on_ranks
@@ -14,7 +14,6 @@ from thread_ranks import on_ranks
 import qccl
 from qccl.base.dtypes import FLOAT32
 from qccl.codecs import get
-from qccl.collectives.analysis.verify import VerificationError
 
 Graph = list[list[int]]  # by rank, whom it sends to
 
@@ -29,12 +28,6 @@ def sources(graph: Graph, rank: int) -> list[int]:
 
 def of(*graph: tuple[int, ...], count: int = 50) -> Case:
     return Case("peer_exchange", len(graph), (count,), "minmax4:bucket=8", graph=graph)
-
-
-def test_a_one_sided_list_is_rejected() -> None:
-    """test_verify_collectives.py verifies random graphs."""
-    with pytest.raises(VerificationError, match=r"send 0 to rank 1 .* has no receive"):
-        check(of((), ()), [schedules(of((1,), ()))[0], schedules(of((), ()))[1]])
 
 
 def test_the_own_code_is_stored_once() -> None:

@@ -17,14 +17,14 @@ def vector(count: int = 12, dtype: type = np.float32) -> np.ndarray:
     ("call", "reason"),
     [
         (lambda c: c.quantized_reduce_scatter(vector(13)), "13 elements cannot be shared equally among 2 ranks"),
-        (lambda c: c.quantized_reduce_scatter(vector(), vector(5)), "out has 5 elements.* needs 6"),
+        (lambda c: c.quantized_reduce_scatter(vector(), vector(5)), "out has 5 elements.* needs 6 on rank .; x has 12"),
         (lambda c: c.quantized_reduce_scatter(vector(), counts=[5, 6]), r"counts=\[5, 6\] .* sum 11; .* sum 12"),
         (lambda c: c.quantized_reduce_scatter(vector(), counts=[12]), "1 numbers .* must be 2"),
         (lambda c: c.quantized_reduce_scatter(vector(), counts=[-1, 13]), "each of counts must be 0 or more, not -1"),
         (lambda c: c.quantized_reduce_scatter(vector(), counts=6), "counts must be a list of integers, not 6"),
         (lambda c: c.quantized_reduce_scatter(vector(), op="product"), "op 'product' is not supported"),
         (lambda c: c.quantized_reduce_scatter(np.ones((3, 4), np.float32).T), "row-major"),
-        (lambda c: c.quantized_all_gather(vector(5), vector()), "x has 5 elements.* needs 6"),
+        (lambda c: c.quantized_all_gather(vector(5), vector()), "x has 5 elements.* needs 6 on rank .; out has 12"),
         (lambda c: c.quantized_all_gather(vector(6), vector(12, np.float16)), "out has element type float16"),
         (lambda c: c.quantized_all_to_all(vector(), vector(), send_counts=[6, 6]), "belong together"),
         (

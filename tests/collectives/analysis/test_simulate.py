@@ -68,14 +68,15 @@ def test_chunks_hide_the_computation(size: int, rules: Rules) -> None:
 
 
 @pytest.mark.parametrize("rules", RULES)
-def test_encode_of_the_next_chunk_runs_during_the_transfer(rules: Rules) -> None:
+@pytest.mark.parametrize(("name", "per_chunk"), [("two_round", 3), ("one_shot", 1)])
+def test_encode_of_the_next_chunk_runs_during_the_transfer(name: str, per_chunk: int, rules: Rules) -> None:
     """In the middle of the pipeline every encode of round 1 starts before the previous chunk has gone."""
-    schedules = all_ranks("two_round", 4, chunk_elements=40 * 1024)
+    schedules = all_ranks(name, 4, chunk_elements=40 * 1024, depth=2)
     timeline = simulate(schedules, Costs(encode_rate=2e9), rules=rules)
     encodes = [e for e in timeline.on(1, "compute") if e.name.startswith("encode")]
-    sends = [s for s in timeline.on(1, "send") if "scatter" in s.name]
+    sends = [s for s in timeline.on(1, "send") if name == "one_shot" or "scatter" in s.name]
     for k in range(1, 20):
-        first_encode = encodes[3 * (k + 1)]
+        first_encode = encodes[per_chunk * (k + 1)]
         last_send = sorted(sends, key=lambda s: s.stop)[3 * k + 2]
         assert first_encode.start < last_send.stop
 
