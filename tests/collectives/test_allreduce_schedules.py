@@ -68,6 +68,7 @@ def test_choice() -> None:
 def test_bad_arguments(name: str) -> None:
     for bad, reason in (
         ({"rank": 4}, "rank 4 of 4 ranks"),
+        ({"rank": -1}, "rank -1 of 4 ranks"),
         ({"op": "avg"}, "op is 'avg'; a schedule knows sum, min and max"),
         ({"depth": 0}, "depth is 0"),
         ({"count": -1}, "count is -1"),

@@ -185,6 +185,9 @@ def test_what_these_calls_refuse() -> None:
         for method in (comm.quantized_reduce_scatter, comm.hierarchical_allreduce):
             with pytest.raises(ArgumentError, match=r"with op max does not; use onebit, or a collective with state"):
                 method(x, codec="onebit+ef", key="a", op="max")
+        for method in (comm.quantized_broadcast, comm.quantized_reduce):
+            with pytest.raises(ArgumentError, match=r"onebit\+ef keeps its residual.*does not; use onebit"):
+                method(x, codec="onebit+ef")
 
     for ranks in (1, 2):
         qccl.run_ranks(ranks, calls)

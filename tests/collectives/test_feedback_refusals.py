@@ -22,15 +22,11 @@ from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
     [
         ({"key": None}, r"minmax2\+ef keeps its residual from call to call.*key='layer1.weight'"),
         ({"key": 3}, "key must be a string that names the array, not 3"),
-        ({"key": b"a"}, "key must be a string"),
         ({"op": "max"}, r"allreduce with op max does not; use minmax2, or a collective with state"),
         ({"op": 3}, "op min does not"),
         ({"lr": 2.0**-121}, "lr must be the present learning rate, 0 or a positive number"),
         ({"lr": -1.0}, "lr must be"),
-        ({"lr": float("nan")}, "lr must be"),
         ({"lr": float("inf")}, "lr must be"),
-        ({"lr": "0.1"}, "lr must be"),
-        ({"lr": True}, "lr must be"),
         ({"codec": "minmax3+ef"}, r"key='a' belongs to allreduce\(count=100.*minmax2\+ef.*and this is.*minmax3\+ef"),
         ({"codec": "minmax2+ef+nesterov"}, r"forget the state with reset\('a'\)"),
         ({"op": "avg"}, "op=sum.*and this is.*op=avg"),
@@ -64,17 +60,6 @@ def test_ranks_must_agree_on_what_the_state_follows_from(changed):
 
     with pytest.raises(MismatchError, match="do not agree"):
         qccl.run_ranks(2, call)
-
-
-def test_other_collectives_refuse_state():
-    def call(comm: qccl.Communicator) -> None:
-        x = np.ones(100, np.float32)
-        for method in (comm.quantized_broadcast, comm.quantized_reduce):
-            with pytest.raises(ArgumentError, match=r"onebit\+ef keeps its residual.*does not; use onebit"):
-                method(x, codec="onebit+ef")
-
-    for ranks in (1, 2):
-        qccl.run_ranks(ranks, call)
 
 
 @on_ranks(2)

@@ -7,10 +7,9 @@ from itertools import pairwise
 import pytest
 
 from qccl.base.dtypes import FLOAT32
-from qccl.base.errors import ArgumentError
 from qccl.codecs import MinMax, NoCodec
 from qccl.collectives.chunks import ChunkPolicy
-from qccl.collectives.operands import CallerBuffers, RankGroup
+from qccl.collectives.operands import RankGroup
 from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import pipeline
 from qccl.collectives.schedule import Decode, Span
@@ -56,14 +55,6 @@ def test_the_default_chunks_of_two_levels_are_small_at_both_ends(count: int, par
         assert 3 * (3 * parts - 2) * (max(sizes) - 2 * bucket) <= max(3 << 20, 3 * (3 * parts - 2) * (48 << 10))
     if (count, parts) == (4 << 20, 1):
         assert partitioned.chunks <= 26, "most are large: of 48 KiB there would be 87"
-
-
-@pytest.mark.parametrize("rank", [-1, 4])
-def test_bad_place(rank: int) -> None:
-    with pytest.raises(ArgumentError, match=f"rank {rank} of 4 ranks does not exist"):
-        RankGroup.of_all(rank, 4)
-    with pytest.raises(ArgumentError, match="count is -1; it must be 0 or more"):
-        CallerBuffers.alike((-1,), FLOAT32)
 
 
 def test_slot_sizes() -> None:

@@ -71,17 +71,6 @@ def test_it_is_called_at_the_end_of_its_own_call(comm, go: threading.Event):
     works[1].wait()
 
 
-@on_ranks(2)
-def test_in_the_order_in_which_they_were_added(comm):
-    order, last = [], Called()
-    work = comm.quantized_allreduce(np.ones(COUNT, np.float32), async_op=True)
-    for i in range(10):
-        work.add_done_callback(lambda _, i=i: order.append(i))
-    work.add_done_callback(last)
-    last.wait()
-    assert order == [*range(10)]
-
-
 def test_an_exception_goes_to_the_hook(monkeypatch):
     reported = []
     monkeypatch.setattr(sys, "unraisablehook", reported.append)
