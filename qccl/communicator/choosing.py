@@ -1,4 +1,4 @@
-"""Chooses how a communicator makes its calls: by the profile of the group, or by constants where it has none."""
+"""Chooses codec and algorithm where a call says "auto": by the profile of the group, or by constants without one."""
 
 from __future__ import annotations
 

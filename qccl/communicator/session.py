@@ -1,4 +1,4 @@
-"""What the plans and calls of one communicator share: engine, memory, state, call numbers, and the first failure."""
+"""What the plans and calls of one communicator share: engine, memory, state, call numbers, and the end (end.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a communicator: whether it has failed or was closed, and why. Nothing else keeps that."""
+"""Owns the failure of a communicator: whether it has failed or was closed, and why. Nothing else keeps that."""
 
 from __future__ import annotations
 

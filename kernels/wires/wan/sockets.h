@@ -13,7 +13,7 @@ struct Place {
   std::string host, port;
 };
 
-// Of a rank; wan.h says how it is written.
+// The address of a rank; wire.h says how it is written.
 struct Address {
   std::string nonce;
   int connections = 0;

@@ -1,4 +1,4 @@
-// Executes kernels that tests/support/ptx_program.py has read from PTX: block after block, the lanes of a warp together
+// Executes kernels that tests/engine/cuda/ptx_program.py has read from PTX: block after block, the lanes of a warp together
 // where they are at the same instruction. A warp runs until its lanes wait for others; the warps' order is random.
 //
 // It reports what memory.h checks, bits that were never set in an address, a mask or what is stored in an array with content,

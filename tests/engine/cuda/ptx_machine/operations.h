@@ -1,4 +1,4 @@
-// The table of the instructions in arithmetic.h, by the names that tests/support/ptx_program.py gives them: PTX's own
+// The table of the instructions in arithmetic.h, by the names that tests/engine/cuda/ptx_program.py gives them: PTX's own
 // without flags that change nothing here, and with the type's letter b where its sign does not matter.
 #pragma once
 
