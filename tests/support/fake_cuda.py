@@ -204,7 +204,7 @@ def _runtime(world: World) -> ModuleType:
         deviceGetPCIBusId=lambda device: f"0000:{device:02d}:00.0",
         driverGetVersion=lambda: 13000,
         runtimeGetVersion=lambda: 12090,
-        memcpyAsync=lambda *arguments: _copy(world, *arguments),
+        memcpyAsync=lambda to, source, nbytes, kind, stream: _copy(world, to, source, nbytes, kind, stream),
         memsetAsync=lambda address, value, nbytes, stream: world.put(
             stream, "memset", lambda: ctypes.memset(address, value, nbytes)
         ),

@@ -183,13 +183,12 @@ class Case:
 class Operations(Prepared):
     """The operations of a case."""
 
-    def __init__(self, case: Case, seed: int = 1, kinds: Sequence[str] = KINDS) -> None:
-        """``kinds`` of values."""
+    def __init__(self, case: Case, seed: int = 1) -> None:
         self.case, self.any_nan = case, {}
         self.rng = np.random.default_rng([seed, sum(map(ord, str(case)))])
         self.arrays = Arrays(case.aligned, self.rng)
         self.call = int(self.rng.integers(0, 1 << 40))
-        self._kinds = itertools.cycle(self.rng.permutation(kinds))
+        self._kinds = itertools.cycle(self.rng.permutation(KINDS))
         groups: dict[str, list[Op]] = {"encode": [], "decode": [], "add": [], "reduce": []}
         for count in case.counts:
             for group, op in zip(groups.values(), self._operations(count), strict=True):

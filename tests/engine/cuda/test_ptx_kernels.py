@@ -1,7 +1,8 @@
 """NVRTC's PTX of the CUDA kernels, executed by an interpreter (ptx_emulator.py), against the host's bytes.
 
 scripts/test has one kernel for each architecture, ``--all`` some cases of each codec for each, and ``-m every_arch``
-all cases for sm_90. test_run_kernels.py has the kernels that surround each run.
+all cases for sm_90. Each barrier of the kernels is taken away once, which must be a race. test_run_kernels.py has the
+kernels that surround each run.
 """
 
 from __future__ import annotations
@@ -13,16 +14,13 @@ from pathlib import Path
 
 import pytest
 from kernel_cases import CASES, Case, Operations, TwoOutliers
-from ptx_emulator import ARCHITECTURES, PtxEmulator, nvrtc_13
+from ptx_emulator import ARCHITECTURES, HEADERS, Fault, PtxEmulator, changed, nvrtc_13
 from state_cases import COMMITS, STATE_CASES, AnyCase, StateCase, prepared
 
-from qccl.base.dtypes import BFLOAT16
-from qccl.codecs import MinMax
-from qccl.engine.cuda import source as cuda_source
+from qccl.base.dtypes import BFLOAT16, FLOAT32
+from qccl.codecs import MinMax, OneBit
 
 pytestmark = [pytest.mark.starts_first, pytest.mark.processes]
-
-HEADERS = Path(cuda_source.__file__).parents[2] / "kernels" / "cuda"
 
 
 @functools.cache
@@ -68,7 +66,8 @@ def test_some_of_each_codec_and_architecture(arch: int, case: AnyCase) -> None:
 
 def test_each_kernel_is_among_them() -> None:
     kernels = re.compile(r"__global__ void(?: __launch_bounds__\(.*\)(?: *//.*)?)?\s+(\w+)\(")
-    known = {name for file in HEADERS.glob("*.h") if file.name != "run.h" for name in kernels.findall(file.read_text())}
+    headers = {*HEADERS.glob("cuda/*.h")} - {HEADERS / "cuda" / "run.h"}
+    known = {name for file in headers for name in kernels.findall(file.read_text())}
     launches = [launch for _, case in SAMPLE for launch in prepared(case).launches.values()]
     found = {re.sub(r"^qccl::|<.*", "", name) for launch in launches for name in launch.kernels}
     assert {"encode", "bucket_reduce_with_state", "commit"} <= known
@@ -83,3 +82,30 @@ def test_of_two_outliers_for_an_element_the_first_is_valid() -> None:
 @pytest.mark.parametrize("case", [*CASES, *STATE_CASES, *COMMITS], ids=str)
 def test_all_on_sm_90(case: AnyCase) -> None:
     prepared(case).check(emulator(90))
+
+
+SYNCHRONISATION = re.compile(r"__sync(?:threads|warp)\((?:kAllLanes)?\);")
+#: a header, and the place of one of its barriers
+SYNCHRONISATIONS = [
+    pytest.param(path, *match.span(), id=f"{path.name}-{path.read_text()[: match.start()].count(chr(10)) + 1}")
+    for path in sorted((*HEADERS.glob("cuda/*.h"), *HEADERS.glob("codecs/*/device.h")))
+    if path.name != "run.h"  # see test_run_kernels.py
+    for match in SYNCHRONISATION.finditer(path.read_text())
+]
+
+
+def test_barriers_of_blocks_and_of_warps_are_taken_away() -> None:
+    found = [path.read_text()[begin:end] for path, begin, end in (each.values for each in SYNCHRONISATIONS)]
+    assert "__syncthreads();" in found and found.count("__syncwarp();") > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "begin", "end"), SYNCHRONISATIONS)
+def test_a_missing_synchronisation_is_a_race(path: Path, begin: int, end: int, tmp_path: Path) -> None:
+    # values and codes go through shared memory, a bucket takes a block, and no shuffle hides a missing barrier
+    codec = OneBit(1032, "mean") if path.name == "team.h" else MinMax(6, 8192, "nearest")
+    text = path.read_text()[:end]
+    emulator = changed(tmp_path / "kernels", path.relative_to(HEADERS), text, text[:begin])
+    with pytest.raises(Fault, match=r"^race"):
+        for seed in range(4):  # the addresses differ: some arrays are copied through shared memory
+            Operations(Case(codec, FLOAT32, "sum", aligned=False), seed).check(emulator, ["reduce"])
