@@ -1,14 +1,16 @@
 """The fuzz targets in Python: what reads messages of other processes, and files.
 
-``python_targets.py TARGET ARGUMENTS``: each target is a function of an input (python_inputs.py). It raises Finding, or
-anything else, for a finding. Atheris gives the inputs, by libFuzzer, which has the arguments.
+``python_targets.py TARGET ARGUMENTS``: each target is a function of an input. It raises Finding, or anything else,
+for a finding. Atheris gives the inputs, by libFuzzer, which has the arguments.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import json
+import os
 import socket
 import struct
 import sys
@@ -18,12 +20,29 @@ from io import BytesIO
 from pathlib import Path
 
 import atheris
-from python_inputs import CHANGES, ROOT, changed, find_plainly, path_of, read_seeds, require
+
+
+def find_plainly() -> None:
+    """Have qccl's Python files found by sys.path, as Atheris needs it, not by the editable installation's finder.
+
+    The extension is the installed one.
+    """
+    host = importlib.util.find_spec("qccl._host")
+    sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in type(each).__module__]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "qccl"]:
+        del sys.modules[name]
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> object:
+            return host if name == "qccl._host" else None
+
+    sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 
 find_plainly()
-with atheris.instrument_imports(include=["qccl", "runs"]):
-    import runs
-
+with atheris.instrument_imports(include=["qccl"]):
     from qccl import codecs
     from qccl.base.errors import ArgumentError, CodecError
     from qccl.bench.explain import explained
@@ -36,6 +55,25 @@ with atheris.instrument_imports(include=["qccl", "runs"]):
     from qccl.meeting.messages import parse, parse_member
     from qccl.meeting.strangers import NotARank
     from qccl.observe.records import read_record
+
+#: a file in memory, for what is read by its path
+_FILE = os.memfd_create("input")
+
+
+class Finding(Exception):
+    """Something that must not happen."""
+
+
+def require(condition: object, what: str) -> None:
+    if not condition:
+        raise Finding(what)
+
+
+def path_of(content: bytes) -> str:
+    """Of a file with this content, until the next call."""
+    os.ftruncate(_FILE, 0)
+    os.pwrite(_FILE, content, 0)
+    return f"/proc/self/fd/{_FILE}"
 
 
 # -- messages --------------------------------------------------------------------------------------------------------
@@ -185,25 +223,13 @@ def texts(content: bytes) -> None:
         (_codec_text, _codec_dict, _group_profile)[content[0] % 3](content[1:])
 
 
-def reports(content: bytes) -> None:
-    """The document of a results file, or the reason why there is none."""
-    with contextlib.suppress(SystemExit):
-        runs.read(Path(path_of(content)))
-
-
-TARGETS = {target.__name__: target for target in (messages, records, reports, states, texts)}
+TARGETS = {target.__name__: target for target in (messages, records, states, texts)}
 
 
 def main() -> None:
-    name = sys.argv.pop(1)
-    target, seeds = TARGETS[name], read_seeds(ROOT / "build/fuzz/seeds" / name)
-
-    def one_input(content: bytes) -> None:
-        is_change = seeds and content[:1] == bytes([CHANGES])
-        target(changed(seeds, content[1:]) if is_change else content)
-
+    target = TARGETS[sys.argv.pop(1)]
     gc.freeze()  # what is imported is not looked at again and again
-    atheris.Setup(sys.argv, one_input)
+    atheris.Setup(sys.argv, target)
     atheris.Fuzz()
 
 

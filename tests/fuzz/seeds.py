@@ -21,7 +21,6 @@ import kernel_calls
 import msgspec
 import numpy as np
 import patience
-import runs
 import threads
 import wan_wires
 from codec_table import ALL
@@ -207,13 +206,6 @@ def record_inputs() -> Inputs:
     yield json.dumps(stuck).encode() + b"\n" + found[1]
 
 
-def changes() -> Inputs:
-    """Of the seeds that are JSON."""
-    for number in range(8):
-        yield bytes([255, number])
-        yield bytes([255, number, 0, number, 5, 7])
-
-
 def text_inputs() -> Inputs:
     """Codecs as texts and as dicts, and profiles of a group."""
     for spec in [*codecs.examples(), "minmax4+ef:beta=0.95", "topk:k=64,values=exp4/k=256+ef", "minmax8/minmax4"]:
@@ -226,12 +218,6 @@ def text_inputs() -> Inputs:
     yield b"\2" + json.dumps(found.as_dict()).encode()
 
 
-def report_inputs() -> Inputs:
-    """A results file with its first rows."""
-    results = runs.read(max(Path("docs/results").glob("host-*.json")))
-    yield json.dumps({key: rows[:2] if isinstance(rows, list) else rows for key, rows in results.items()}).encode()
-
-
 TARGETS = {
     "addresses": address_inputs,
     "callers": caller_inputs,
@@ -239,7 +225,6 @@ TARGETS = {
     "headers": header_inputs,
     "messages": message_inputs,
     "records": record_inputs,
-    "reports": report_inputs,
     "states": state_inputs,
     "texts": text_inputs,
 }
@@ -253,8 +238,7 @@ def main() -> None:
             for name, inputs in TARGETS.items():
                 place = Path(folder) / name
                 place.mkdir(parents=True, exist_ok=True)
-                more = () if Path(__file__).with_name(f"{name}.cpp").exists() else changes()
-                for number, content in enumerate(itertools.chain(inputs(), more)):
+                for number, content in enumerate(inputs()):
                     (place / f"seed-{number}").write_bytes(content)
         case _:
             sys.exit("seeds.py rows FILE, or seeds.py inputs FOLDER")
