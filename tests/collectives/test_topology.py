@@ -111,7 +111,7 @@ def test_a_coalesced_all_reduce_has_the_bits_of_two_levels(node_ids: tuple[int, 
     size, count = len(node_ids), 1 << 18
 
     def run(comm: qccl.Communicator) -> list[np.ndarray]:
-        x = hard_data("normal", count, np.float32, comm.rank)
+        x = hard_data("normal", count, np.dtype(np.float32), comm.rank)
         wanted, found = np.empty_like(x), np.empty_like(x)
         options = {"codec": "minmax8+ef", "op": "avg"}
         for _ in range(2):

@@ -10,7 +10,7 @@ import pytest
 from thread_ranks import on_ranks
 
 import qccl
-from qccl.base.errors import ArgumentError, CollectiveTimeout, PeerLost
+from qccl.base.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost
 from qccl.bench.verdict import findings
 from qccl.collectives import spec_of_plan
 from qccl.communicator import measuring
@@ -61,25 +61,27 @@ def test_random_codecs_draw_the_same_numbers_with_and_without_a_measurement():
     assert plain == qccl.run_ranks(2, lambda comm: run(comm, measures=True))
 
 
-def test_a_rank_that_fails_while_measuring_tells_the_others(monkeypatch):
-    timed, failing = HostRig.seconds, threading.local()
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), EngineError("a capture is under way")], ids=repr)
+@pytest.mark.parametrize("method", ["seconds", "read", "fill"])
+def test_a_rank_that_fails_while_measuring_tells_the_others(method, error, monkeypatch):
+    usual, failing = getattr(HostRig, method), threading.local()
 
-    def fail(rig, call, times):
+    def fail(rig, *how):
         if failing.rank == 1:
-            raise KeyboardInterrupt
-        return timed(rig, call, times)
+            raise error
+        return usual(rig, *how)
 
-    monkeypatch.setattr(HostRig, "seconds", fail)
+    monkeypatch.setattr(HostRig, method, fail)
 
     def run(comm):
         failing.rank = comm.rank
         if comm.rank == 1:
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(type(error)):
                 comm.quantized_allreduce(np.ones(4, np.float32), codec="auto")
         else:
             with pytest.raises(PeerLost, match="rank 1 gave up"):
                 comm.quantized_allreduce(np.ones(4, np.float32), codec="auto")
-        with pytest.raises(PeerLost):
+        with pytest.raises((PeerLost, EngineError), match="failed earlier"):
             comm.barrier()
 
     qccl.run_ranks(2, run)

@@ -169,25 +169,6 @@ def test_a_slow_rank_cannot_keep_a_call_beyond_its_deadline():
     assert isinstance(error, CollectiveTimeout) and "rank 1" in str(error) and "[" not in str(error), error
 
 
-def test_a_failed_engine_raises_the_same_again():
-    def run(t):
-        caller = Caller(t, timeout=NEVER)
-        if t.rank == 1:
-            return
-        runs = [caller.begin(64)]
-        caller.timeout = 0.2  # of the last call only: an engine that has failed starts none
-        runs.append(caller.begin(64))
-        raised = set()
-        for use in (runs[0].run, runs[1].run, runs[1].step, lambda: caller.begin(64)):
-            with pytest.raises(CollectiveTimeout) as info:
-                use()
-            raised.add(str(info.value))
-        caller.engine.close()
-        return len(raised)
-
-    assert outcomes(2, run) == [1, None]
-
-
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ZeroDivisionError])
 def test_an_exception_in_the_middle_reaches_the_other_ranks(kind):
     def run(t):

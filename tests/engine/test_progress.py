@@ -14,11 +14,9 @@ import patience
 import pytest
 from patience import wait_until
 from thread_ranks import on_ranks
-from threads import Caller, outcomes, ramp
 
 import qccl
 from qccl.engine import progress
-from qccl.engine.base import Progress
 from qccl.engine.host import engine as host
 from qccl.engine.host.engine import HostEngine
 from qccl.engine.host.execution import HostExecution
@@ -217,16 +215,3 @@ def test_a_wait_returns_when_the_trace_is_complete(monkeypatch):
         assert trace
 
     qccl.run_ranks(2, run)
-
-
-def test_a_thread_that_sleeps_is_woken_by_a_run_that_nobody_waits_for():
-    def run(t):
-        caller = Caller(t)
-        x = ramp(t.rank, 1000)
-        for _ in range(2):
-            execution = caller.start(caller.program(1000), x, np.empty_like(x), progress=Progress.SOON)
-            wait_until(lambda execution=execution: execution.done and caller.engine._progress_thread._asleep)
-        caller.close()
-        return True
-
-    assert outcomes(2, run) == [True] * 2

@@ -192,6 +192,8 @@ def hard_values(kind: str, count: int, dtype: str, rng: np.random.Generator) -> 
         x[rng.integers(0, count, min(count, 1))] = rng.choice([np.nan, -np.nan])
     elif kind == "one infinity":
         x[rng.integers(0, count, min(count, 1))] = rng.choice([np.inf, -np.inf])
+    elif kind == "nonfinite":  # in some places, so that some buckets stay whole
+        x[rng.integers(0, max(count, 1), min(count, 3))] = [np.nan, np.inf, -np.inf][: min(count, 3)]
     elif kind == "special":
         choices = [np.nan, np.inf, -np.inf, 0.0, -0.0, tiny, -tiny, large, -large, 1.0]
         x = rng.choice(choices, count)

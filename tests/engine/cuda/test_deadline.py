@@ -19,10 +19,8 @@ import qccl
 
 def wait_for_abort(world, blocked):
     """Return when rank 0 has aborted NCCL, while the thread ``blocked`` runs."""
-    limit = patience.Limit(30)
-    while ("abort", 0) not in world.calls:
-        assert blocked.is_alive() and limit.left(), "nothing was aborted"
-        time.sleep(0.01)
+    patience.wait_until(lambda: ("abort", 0) in world.calls or not blocked.is_alive(), what="NCCL is aborted")
+    assert ("abort", 0) in world.calls, "the thread was not blocked"
 
 
 @on_gpus(2)
@@ -181,9 +179,7 @@ def test_a_watchdog_that_collects_another_communicator_keeps_its_deadline(world,
 
     def wait_for_the_device(comm):
         threads.append(threading.current_thread().name)
-        deadline = time.monotonic() + 60
-        while ("abort", 0) not in world.calls and time.monotonic() < deadline:
-            time.sleep(0.01)
+        patience.wait_until(lambda: ("abort", 0) in world.calls, seconds=60)  # longer than the watchdog may take
 
     def run(comm):
         x, out = called(comm)
@@ -205,10 +201,7 @@ def test_a_watchdog_that_collects_another_communicator_keeps_its_deadline(world,
         world.ends = False
         comm.quantized_allreduce(x, out, timeout=0.3)
         collect.set()
-        limit = time.monotonic() + 30  # before that of the collector, which waits for the same
-        while ("abort", 0) not in world.calls:
-            assert time.monotonic() < limit, "the watchdog is blocked"
-            time.sleep(0.01)
+        patience.wait_until(lambda: ("abort", 0) in world.calls, seconds=30, what="the watchdog is not blocked")
         assert ended.is_set()
         world.ends = True
 
@@ -236,8 +229,5 @@ def test_the_watchdog_frees_no_arrays(comm, world, cupy):
     del x
     assert not threads
     world.frozen = False
-    limit = patience.Limit(30)
-    while not threads:  # a program that never asks
-        assert limit.left()
-        time.sleep(0.01)
+    patience.wait_until(lambda: threads)  # a program that never asks
     assert threads == ["garbage of qccl"]

@@ -10,66 +10,12 @@ import fake_cuda
 import fake_device
 import numpy as np
 import pytest
-from cuda_ranks import on_gpus, one, values
-from fake_arrays import Interface, Tensor
+from cuda_ranks import on_gpus, values
+from dlpack import FLOAT, Producer
+from fake_arrays import Interface, OnlyDLPack, Tensor
 
 import qccl
 from qccl.engine.cuda.memory import CudaMemory
-
-# -- streams of arrays -----------------------------------------------------------------------------------------------
-
-
-def call_streams(world, x, **arguments):
-    """The streams that a call on ``x`` waits for, and those that wait for it."""
-
-    def run(comm):
-        comm.quantized_allreduce(x, op="avg")
-        comm.check()
-        queues = set(comm._session.engine.device.queues.values())
-        world.calls.clear()
-        comm.quantized_allreduce(x, op="avg", **arguments)
-        comm.check()
-        waited = [c[2] for c in world.calls if c[0] == "record" and c[2] not in queues]
-        waiting = [c[1] for c in world.calls if c[0] == "wait" and c[1] not in queues]
-        return waited, waiting
-
-    return one(run)
-
-
-def test_the_stream_of_a_call(world, cupy):
-    x = fake_cuda.array(values(0, 100))
-    assert call_streams(world, x) == ([0], [0])
-    mine, other = cupy.cuda.Stream(), cupy.cuda.Stream()
-    assert call_streams(world, x, stream=mine.ptr) == ([mine.ptr, 0], [mine.ptr])
-    with mine:
-        pass  # a stream's context holds for its thread only; see below for the current stream
-    assert call_streams(world, Interface(x)) == ([0], [0])
-    assert call_streams(world, Interface(x, stream=mine.ptr)) == ([mine.ptr], [mine.ptr])
-    assert call_streams(world, Interface(x, stream=1)) == ([1], [1])
-    assert call_streams(world, Interface(x, stream=mine.ptr), stream=other.ptr) == ([other.ptr, mine.ptr], [other.ptr])
-    protocol = SimpleNamespace(__cuda_stream__=lambda: (0, other.ptr))
-    assert call_streams(world, x, stream=protocol) == ([other.ptr, 0], [other.ptr])
-
-
-def test_the_current_stream_of_torch_and_cupy(world, cupy, monkeypatch):
-    mine = cupy.cuda.Stream()
-
-    current = SimpleNamespace(cuda_stream=mine.ptr)
-    torch = SimpleNamespace(Tensor=Tensor, cuda=SimpleNamespace(current_stream=lambda device: current))
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    x = Tensor(fake_cuda.array(values(0, 100)))
-    assert call_streams(world, x) == ([mine.ptr], [mine.ptr])
-    assert set(x.orders) == {-1}
-
-    def run(comm):
-        y = fake_cuda.array(values(0, 100))
-        comm.quantized_allreduce(y, op="avg")
-        world.calls.clear()
-        with mine:
-            comm.quantized_allreduce(y, x, op="avg")
-        return world.calls[0][2]
-
-    assert one(run) == mine.ptr
 
 
 @pytest.mark.parametrize("library", ["given", "cupy", "torch"])
@@ -119,14 +65,22 @@ def test_two_arrays_of_the_same_memory(world, cupy, monkeypatch):
 
 @on_gpus(1)
 def test_arrays_that_are_refused(comm, world, cupy):
+    """Also in place of the array of an earlier call, and as its other arguments."""
     x = fake_cuda.array(values(0, 100))
-    comm.quantized_allreduce(x)
+    for _ in range(2):
+        comm.quantized_allreduce(x)
+        comm.quantized_allreduce(OnlyDLPack(x))
+        comm.quantized_allreduce(x, fake_cuda.array(values(0, 100)))
+        comm.quantized_allreduce_coalesced([x, fake_cuda.array(values(0, 100))])
     comm.check()
     before = len(world.calls)
     host = np.zeros(100, np.float32)
+    pinned = OnlyDLPack(fake_cuda.array(values(0, 100)))
+    pinned._array._producer = Producer(pinned._array.values, FLOAT, device=(3, 0))
     elsewhere = fake_cuda.array(values(0, 100), device=3)
     for wrong, message in (
         (host, "host memory"),
+        (pinned, "pinned host memory"),
         (elsewhere, "GPU 3"),
         (Interface(elsewhere), "GPU 3"),
         ([1.0], "neither __dlpack__ nor __cuda_array_interface__"),
@@ -139,10 +93,12 @@ def test_arrays_that_are_refused(comm, world, cupy):
         (Interface(x, shape=(10_000_000,)), "allocation"),
         (Interface(x, data=(host.ctypes.data, False)), "host memory"),
     ):
-        with pytest.raises(qccl.InvalidBufferError, match=message):
+        with pytest.raises(qccl.InvalidBufferError, match=rf"^x\b.*{message}"):
             comm.quantized_allreduce(wrong)
-        with pytest.raises(qccl.InvalidBufferError):
+        with pytest.raises(qccl.InvalidBufferError, match=rf"^out\b.*{message}"):
             comm.quantized_allreduce(x, wrong)
+        with pytest.raises(qccl.InvalidBufferError, match=rf"^xs\[1\].*{message}"):
+            comm.quantized_allreduce_coalesced([x, wrong])
     p = x.data.ptr
     for arguments, message in {
         (0, p, 100): "null",

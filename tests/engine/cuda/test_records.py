@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-import fake_cuda
-import numpy as np
+import patience
 import pytest
 from cuda_ranks import called, captured, on_gpus, pair, ranks, summed
 
@@ -23,10 +22,7 @@ def states(comm: qccl.Communicator) -> list[str]:
 
 def wait_for_states(comm: qccl.Communicator, wanted: list[str]) -> None:
     """The watchdog looks at the flags every 10 ms."""
-    limit = time.monotonic() + SECONDS
-    while states(comm) != wanted:
-        assert time.monotonic() < limit, states(comm)
-        time.sleep(0.005)
+    patience.wait_until(lambda: states(comm) == wanted, what=str(wanted))
 
 
 @on_gpus(1)
@@ -52,14 +48,10 @@ def test_calls_are_queued_under_way_and_ended(comm, world, cupy):
 
 
 @on_gpus(1)
-def test_a_record_has_1024_calls_and_no_call_of_a_graph(comm, cupy):
+def test_a_record_has_no_call_of_a_graph(comm, cupy):
     x, out = called(comm)
     captured(cupy, comm, lambda stream: comm.quantized_allreduce(x, out, stream=stream))
     assert len(comm.record().calls) == 1
-    for _ in range(1030):
-        comm.barrier()
-    numbers = [call.sequence for call in comm.record().calls]
-    assert len(numbers) == 1024 and numbers == list(range(numbers[0], numbers[0] + 1024))
 
 
 def test_explain_names_the_rank_that_stays_away(world, cupy, tmp_path, monkeypatch):
@@ -88,17 +80,3 @@ def test_explain_names_the_rank_that_stays_away(world, cupy, tmp_path, monkeypat
     del records[1]  # its process was killed
     [found] = findings(records)
     assert found.ranks == (1,) and "rank 1 has left no record" in found.text
-
-
-def test_ranks_that_disagree_are_in_the_records(cupy, tmp_path, monkeypatch):
-    """The ranks compare the first call of a kind before any GPU begins it."""
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-
-    def run(comm):
-        comm.quantized_allreduce(fake_cuda.array(np.ones(100, np.float32), comm.rank))
-        with pytest.raises(qccl.MismatchError):
-            comm.quantized_allreduce(fake_cuda.array(np.ones(200 + (comm.rank == 2), np.float32), comm.rank))
-
-    assert ranks(3, run) == [None] * 3
-    found = findings({record.rank: record for record in map(read_record, tmp_path.glob("*.json"))})
-    assert [each.ranks for each in found] == [(2,)] and "count=201" in found[0].text
