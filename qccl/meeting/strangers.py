@@ -1,6 +1,7 @@
-"""Callers that are not ranks: port scanners, programs that use the same port by mistake, ranks of other jobs.
+"""Strangers, callers that are not ranks: port scanners, programs that use the same port by mistake, other jobs' ranks.
 
-They are dropped, and the log says so once per cause. Text that came over the network is printed without its control
+They are dropped, and the log says so once per cause. callers.py bounds what they may send, messages.py and
+meeting_messages.py say which messages are valid. Text that came over the network is printed without its control
 characters, which a terminal would obey.
 """
 

@@ -1,4 +1,4 @@
-"""Finding processes that have ended, by their listening sockets.
+"""Finds lost ranks, whose processes have ended, by their listening sockets.
 
 The kernel closes the sockets of a process that ends, also if nobody reaps it. By its number such a process, a zombie,
 seems to be alive.

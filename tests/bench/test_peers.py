@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import signal
+from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import patience
+import peer_report
 import peers
 import pytest
 from bench_runs import peer_ranks
 from peer_rank import errors
 from peer_report import comparisons, verdict
+from runs import read
 
 
 @pytest.mark.processes
@@ -86,3 +90,21 @@ def test_a_system_is_compared_with_the_fastest_codec_that_is_as_exact():
 
 def test_a_system_that_qccl_cannot_match_is_not_compared():
     assert not list(comparisons({"rows": [row("other", 1e-4, 1.0), row("qccl minmax8", 9e-3, 0.5)]}))
+
+
+def test_labels_of_the_figure_cover_nothing(monkeypatch):
+    """Each point of qccl has a label inside its panel, beside all markers and other labels."""
+    newest = max((Path(peers.__file__).parents[1] / "docs" / "results").glob("peers-*.json"))
+    figures = []
+    monkeypatch.setattr(peer_report, "save_figure", lambda figure, _: figures.append(figure))
+    peer_report.draw(read(newest), Path("peers.png"))
+    (figure,) = figures
+    panels = [axes for axes in figure.axes if axes.lines]
+    assert len(panels) == 4
+    for axes in panels:
+        boxes = [text.get_window_extent() for text in axes.texts if text.get_text()]
+        assert len(boxes) == len(axes.lines[0].get_xydata())
+        assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+        marks = [mark for line in axes.lines for mark in axes.transData.transform(line.get_xydata())]
+        assert not any(box.contains(*mark) for box in boxes for mark in marks)
+        assert all(axes.bbox.contains(*corner) for box in boxes for corner in box.corners())
