@@ -14,14 +14,14 @@ import patience
 ROOT = Path(__file__).parents[2]
 
 
-def run(*arguments: str, limit: float = 120.0) -> tuple[dict[str, Any], str]:
+def run(*arguments: str) -> tuple[dict[str, Any], str]:
     """The totals, and all that was printed."""
     ended = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "tools" / "chaos.py"), *arguments],
         env=os.environ | patience.environment() | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=limit * patience.factor(),
+        timeout=120.0 * patience.factor(),
         check=False,
     )
     assert ended.stdout, ended.stderr

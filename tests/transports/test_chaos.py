@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from chaos_runs import run, run_cases
 from start_ranks import needs_ucx
@@ -26,11 +24,3 @@ def test_nobody_hangs_and_explain_names_who_was_struck():
 def test_groups_go_on(strikes, transports):
     total, output = run("--seconds", "9", "--seed", "4", "--strikes", strikes, "--transports", transports)
     assert not total["wrong"] and all(total[name]["rounds"] for name in transports.split(",")), output
-
-
-@pytest.mark.every_size
-@pytest.mark.parametrize("transport", ["ucx", "ucx-tcp"])
-def test_groups_go_on_for_ten_minutes(transport):
-    seed = str(time.time_ns())
-    total, output = run("--seconds", "600", "--seed", seed, "--transports", transport, limit=900)
-    assert not total["wrong"], output

@@ -1,11 +1,7 @@
-"""Cuts the connections of a group at random while its ranks call, and checks every bit.
-
-python tests/tools/wan_cuts.py --ranks 3 --seconds 600 --encrypted --seed 1
-"""
+"""Cuts the connections of a group at random while its ranks call, and checks every bit."""
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import random
@@ -13,12 +9,9 @@ import shutil
 import socket
 import struct
 import subprocess
-import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("support", "transports", "meeting")]
 from wan_groups import Group, group
 
 _LIBC = ctypes.CDLL(None)
@@ -81,20 +74,3 @@ def run(size: int, secret: bytes | None, seconds: float, seed: int, pause: float
 
 def _has_failed(ranks: Group) -> bool:
     return any(end.done() for end in ranks.ends)
-
-
-def main() -> None:
-    """Until the time is over, or a rank fails."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pause", type=float, default=0.03)
-    parser.add_argument("--encrypted", action="store_true")
-    given = parser.parse_args()
-    calls, cuts = run(given.ranks, os.urandom(32) if given.encrypted else None, given.seconds, given.seed, given.pause)
-    print(f"{calls} calls, {cuts} cuts")
-
-
-if __name__ == "__main__":
-    main()
