@@ -67,17 +67,20 @@ def test_round_trips_of_the_meeting_of_init(backend, port, patient_host):
     assert relay.round_trips() == [3 + 1]
 
 
+def gather_twice(rank: int, size: int, port: int, seconds: float = 60.0, over: threading.Event | None = None) -> None:
+    """Rank 2 gathers once; with ``over`` it stays, and is silent."""
+    with Rendezvous(rank, size, ("127.0.0.1", port)) as meeting:
+        meeting.gather(b"", 60.0)
+        if rank != 2:
+            meeting.gather(b"", seconds)
+        elif over is not None:
+            over.wait(120)
+
+
 def test_a_rank_that_leaves_between_two_gathers(port):
     """Nobody waits for the deadline."""
-
-    def run(rank: int) -> None:
-        with Rendezvous(rank, 3, ("127.0.0.1", port)) as meeting:
-            meeting.gather(b"", 60.0)
-            if rank != 2:
-                meeting.gather(b"", 1000.0)
-
     with ThreadPoolExecutor(3) as pool:
-        first, second, third = (pool.submit(run, rank) for rank in range(3))
+        first, second, third = (pool.submit(gather_twice, rank, 3, port, 1000.0) for rank in range(3))
         third.result(60)
         with pytest.raises(PeerLost, match="rank 2 has left the meeting"):
             first.result(60)
@@ -98,14 +101,8 @@ def test_a_time_that_is_over_is_no_loss_of_a_rank(port, monkeypatch):
 
     monkeypatch.setattr(Rendezvous, "_receive", receive_last)
     monkeypatch.setattr(rendezvous, "join", lambda notes: MeetingMessage(MeetingKind.NOTES, bytes(64 << 20)))
-
-    def run(rank: int) -> None:
-        with Rendezvous(rank, 2, ("127.0.0.1", port)) as meeting:
-            meeting.gather(b"", 60.0)
-            meeting.gather(b"", 60.0)
-
     with ThreadPoolExecutor(2) as pool:
-        first, second = (pool.submit(run, rank) for rank in range(2))
+        first, second = (pool.submit(gather_twice, rank, 2, port) for rank in range(2))
         with pytest.raises(CollectiveTimeout, match="rank 1 did not take the notes of the others"):
             first.result(60)
         over.set()
@@ -122,16 +119,8 @@ def test_a_rank_that_is_silent_in_a_further_gather(port, monkeypatch):
         return receive(meeting, rank, kind, Deadline(0.5) if is_late else deadline)
 
     monkeypatch.setattr(Rendezvous, "_receive", receive_soon)
-
-    def run(rank: int) -> None:
-        with Rendezvous(rank, 3, ("127.0.0.1", port)) as meeting:
-            meeting.gather(b"", 60.0)
-            if rank != 2:
-                meeting.gather(b"", 60.0)
-            over.wait(120)
-
     with ThreadPoolExecutor(3) as pool:
-        first, second, third = (pool.submit(run, rank) for rank in range(3))
+        first, second, third = (pool.submit(gather_twice, rank, 3, port, over=over) for rank in range(3))
         try:
             with pytest.raises(CollectiveTimeout, match="rank 2 did not come to the meeting again"):
                 first.result(60)

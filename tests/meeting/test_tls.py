@@ -18,7 +18,7 @@ from pathlib import Path
 
 import patience
 import pytest
-from tls_streams import SECRET, stream
+from tls_streams import stream
 
 from qccl import _host
 from qccl.base.errors import EngineError
@@ -347,13 +347,6 @@ def test_a_secret_has_32_bytes(secret: bytes) -> None:
     with there, pytest.raises(ValueError, match="32 bytes"):
         stream(here, False, secret)
     assert open_descriptors() <= descriptors
-
-
-def test_not_the_functions() -> None:
-    for functions in ([], tls.functions()[1:], [0] * len(tls.functions())):
-        here, there = socket.socketpair()
-        with there, pytest.raises(ValueError, match="not OpenSSL's functions"):
-            _host.TlsStream(functions, SECRET, here.detach(), True)
 
 
 def test_a_closed_stream() -> None:

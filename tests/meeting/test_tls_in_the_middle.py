@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 
 import patience
 import pytest
@@ -45,21 +46,8 @@ class Relay:
             each.close()
 
 
-@pytest.fixture
-def relays() -> Iterator[Callable[..., Relay]]:
-    opened: list[Relay] = []
-
-    def make(*args: Callable[[int, bytes], bytes], **options: int) -> Relay:
-        opened.append(Relay(*args, **options))
-        return opened[-1]
-
-    yield make
-    for each in opened:
-        each.close()
-
-
 @pytest.mark.parametrize("place", [0, 3, 5, 500, 16_384, 20_000, -1])
-def test_a_changed_byte_is_refused(relays: Callable[..., Relay], place: int) -> None:
+def test_a_changed_byte_is_refused(place: int) -> None:
     """At ``place`` of 40 kB: in a record's header, its bytes, its tag."""
     is_on = False
 
@@ -70,30 +58,30 @@ def test_a_changed_byte_is_refused(relays: Callable[..., Relay], place: int) -> 
         changed[place] ^= 0x10
         return bytes(changed)
 
-    relay = relays(change)
-    relay.shake_hands()
-    is_on = True
-    data = os.urandom(40_000)
-    relay.streams[0].write(data)
-    relay.pump()
-    is_on = False
-    got = b""
-    server = relay.streams[1]
-    with pytest.raises(_host.StreamError, match=r"TLS failed: bytes were changed on the way|was cut"):
-        for _ in range(10):
-            got += server.read(MEBIBYTE) or b""
-            if place in (3,):  # a length that is too large waits for more bytes
-                relay.streams[0].write(data)
-                relay.pump()
-    assert data.startswith(got)
-    assert len(got) < len(data)
-    with pytest.raises(_host.StreamError):
-        server.read(1)
-    with pytest.raises(_host.StreamError):
-        server.write(b"x")
-    relay.pump()
-    with pytest.raises(_host.StreamError, match=r"bad record mac|record overflow|alert"):
-        relay.streams[0].read(1)
+    with closing(Relay(change)) as relay:
+        relay.shake_hands()
+        is_on = True
+        data = os.urandom(40_000)
+        relay.streams[0].write(data)
+        relay.pump()
+        is_on = False
+        got = b""
+        server = relay.streams[1]
+        with pytest.raises(_host.StreamError, match=r"TLS failed: bytes were changed on the way|was cut"):
+            for _ in range(10):
+                got += server.read(MEBIBYTE) or b""
+                if place in (3,):  # a length that is too large waits for more bytes
+                    relay.streams[0].write(data)
+                    relay.pump()
+        assert data.startswith(got)
+        assert len(got) < len(data)
+        with pytest.raises(_host.StreamError):
+            server.read(1)
+        with pytest.raises(_host.StreamError):
+            server.write(b"x")
+        relay.pump()
+        with pytest.raises(_host.StreamError, match=r"bad record mac|record overflow|alert"):
+            relay.streams[0].read(1)
 
 
 def extensions_of_server_hello(passed: bytes) -> tuple[int, set[int]]:
@@ -109,27 +97,25 @@ def extensions_of_server_hello(passed: bytes) -> tuple[int, set[int]]:
     return cipher, found
 
 
-def test_the_handshake_uses_the_secret_and_a_key_exchange(relays: Callable[..., Relay]) -> None:
+def test_the_handshake_uses_the_secret_and_a_key_exchange() -> None:
     """Without the exchange, one who learns the secret later could read what was recorded."""
-    relay = relays()
-    relay.shake_hands()
+    with closing(Relay()) as relay:
+        relay.shake_hands()
+        passed = bytes(relay.passed[1])
     pre_shared_key, supported_versions, key_share = 41, 43, 51
-    assert extensions_of_server_hello(bytes(relay.passed[1])) == (
-        0x1301,
-        {pre_shared_key, supported_versions, key_share},
-    )
+    assert extensions_of_server_hello(passed) == (0x1301, {pre_shared_key, supported_versions, key_share})
 
 
-def test_the_key_changes(relays: Callable[..., Relay]) -> None:
+def test_the_key_changes() -> None:
     """A message that changes the key has 5 bytes, and its record 5 + 17 (RFC 8446, 4.6.3 and 5.2)."""
     passed = {}
     for records in 1, 2, 1000:
-        relay = relays(records_per_key=records)
-        relay.shake_hands()
-        before = len(relay.passed[0])
-        for _ in range(7):
-            relay.streams[0].write(b"x")
-            relay.pump()
-            assert relay.streams[1].read(10) == b"x"
-        passed[records] = len(relay.passed[0]) - before
+        with closing(Relay(records_per_key=records)) as relay:
+            relay.shake_hands()
+            before = len(relay.passed[0])
+            for _ in range(7):
+                relay.streams[0].write(b"x")
+                relay.pump()
+                assert relay.streams[1].read(10) == b"x"
+            passed[records] = len(relay.passed[0]) - before
     assert passed == {1000: 7 * 23, 2: 7 * 23 + 3 * 27, 1: 7 * 23 + 6 * 27}

@@ -46,22 +46,6 @@ def test_calls() -> None:
     dist.barrier()
 
 
-@on_ranks(2, transport="gloo")
-def test_has_a_default_device() -> None:
-    """The tensors that carry messages are in host memory, whatever torch.set_default_device() says."""
-    torch.set_default_device("meta")
-    torch.set_default_dtype(torch.float64)
-    try:
-        with qccl.Communicator.from_torch(timeout=30) as comm:
-            for count in (0, 1000):
-                x = np.full(count, comm.rank, np.float32)
-                assert (comm.quantized_allreduce(x) == sum(range(comm.size))).all()
-            assert comm.allgather(b"") == [b""] * comm.size
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(torch.float32)
-
-
 @on_ranks(3, transport="gloo")
 def test_mismatch() -> None:
     """Messages of other sizes: gloo would end the process."""
