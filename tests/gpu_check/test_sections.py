@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import fake_cuda
 import pytest
 from clocks import Clock
-from codec_table import TABLE
 
 import qccl
 
@@ -69,12 +68,3 @@ def test_bandwidth_on_a_fake_gpu(monkeypatch):
     moved = (1 << 20) + qccl.codecs.get("minmax8").encoded_nbytes(1 << 18, "float32")
     assert figures["encode minmax8 float32"]["gb_per_s"] == pytest.approx(2 * moved / 1e-3 / 1e9)
     assert figures["copy_gb_per_s"] == pytest.approx(4 * (1 << 20) / 1e-3 / 1e9)
-
-
-def test_codecs_has_a_case_of_each(monkeypatch):
-    import codec_kernels
-    import triage
-
-    monkeypatch.setattr(codec_kernels, "check_apart", lambda numbers: {"numbers": numbers})
-    numbers = triage.codecs()["numbers"]
-    assert {codec_kernels.EVERY[number].codec.name for number in numbers} == {"none", "minmax", *TABLE}
