@@ -30,8 +30,10 @@ def run(*arguments: str) -> tuple[dict[str, Any], str]:
 
 def run_cases(cases: int, *arguments: str) -> tuple[dict[str, Any], str]:
     """Run so many cases, in which no rank does what it must not."""
-    notice = ("--notice", str(30 * patience.factor()))
-    total, output = run("--cases", str(cases), *arguments, *notice, "--timeout", "3", "--grace", "30")
+    factor = patience.factor()
+    limits = {"--timeout": 3 * factor, "--grace": 30 * factor, "--notice": 30 * factor}
+    flags = [text for flag, seconds in limits.items() for text in (flag, str(seconds))]
+    total, output = run("--cases", str(cases), *arguments, *flags)
     assert total["cases"] == cases, output
     assert (total["hangs"], total["wrong values"], total["other wrongs"]) == (0, 0, 0), output
     return total, output
