@@ -95,7 +95,7 @@ def header_inputs() -> Inputs:
 def _frames() -> bytes:
     """What a rank between sites writes on a connection."""
     sent = b""
-    with wan_wires.false_rank() as (wire, raw):
+    with wan_wires.rank_0() as (wire, (raw,)):
         wire.receive(1, 100)
         for nbytes in (0, 1, 5000, 40_000):
             wire.send(1, bytes(nbytes))

@@ -21,10 +21,10 @@ from wan_wires import (
     Lost,
     Raw,
     Wire,
-    false_rank,
     frame,
     hello,
     poll_until,
+    rank_0,
 )
 
 #: a group's nonce that is none of the test's
@@ -135,7 +135,7 @@ def outcome(wire: Wire, raw: Raw, seconds: float = 30.0) -> str:
 
 @pytest.mark.parametrize("name", LIES)
 def test_a_rank_that_lies(name):
-    with false_rank() as (wire, raw):
+    with rank_0() as (wire, (raw,)):
         token = wire.receive(1, 5, exact=False)
         raw.socket.setblocking(False)
         rest = LIES[name]
@@ -154,7 +154,7 @@ def test_a_rank_that_lies(name):
 
 def test_a_message_that_does_not_fit():
     for total in (0, 4, 6, PART + 5, 2**30):
-        with false_rank() as (wire, raw):
+        with rank_0() as (wire, (raw,)):
             wire.receive(1, 5)
             raw.say(frame(DATA, bytes(min(total, PART)), total=total))
             with pytest.raises(Fault) as raised:
@@ -170,7 +170,7 @@ def test_parts_that_come_twice_count_once():
         for index in (0, 1)
     ]
     chosen = random.Random(3)
-    with false_rank() as (wire, raw):
+    with rank_0() as (wire, (raw,)):
         early = wire.receive(1, len(data), exact=False)
         said = parts * 3
         chosen.shuffle(said)

@@ -22,6 +22,7 @@ from wan_wires import (
     DATA,
     HEAD,
     HELLO,
+    NOWHERE,
     PART,
     POSTED,
     PROBE,
@@ -32,23 +33,8 @@ from wan_wires import (
     frame,
     hello,
     poll_until,
+    rank_0,
 )
-
-#: the address of a rank that cannot be called
-NOWHERE = b"0" * 32 + b" 64"
-
-
-@contextmanager
-def rank_0(connections: int = 1, slots: int = 1) -> Iterator[tuple[Wire, list[Raw]]]:
-    """A wire, and the connections ``slots`` of a rank 1 that the test plays."""
-    with ExitStack() as stack:
-        wire = Wire(connections)
-        stack.callback(wire.close)
-        wire.connect(0, [wire.native.address(), NOWHERE])
-        raws = [stack.enter_context(Raw(wire.port)) for _ in range(slots)]
-        for slot, raw in enumerate(raws):
-            raw.say(hello(wire.nonce, 1, slot=slot))
-        yield wire, raws
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 from start_ranks import needs_ucx
-from wan_wires import ACK, HEAD, connected, false_rank, poll_until
+from wan_wires import ACK, HEAD, connected, poll_until, rank_0
 
 from qccl.transports import ucx
 
@@ -30,7 +30,7 @@ def test_what_was_sent_arrives():
 
 def test_callers_are_answered():
     """A rank whose connection broke is connected again, and knows it, while this rank makes no call."""
-    with false_rank() as (_, raw):
+    with rank_0() as (_, (raw,)):
         raw.socket.settimeout(10)
         answer = raw.socket.recv(HEAD.size, socket.MSG_WAITALL)
         assert HEAD.unpack(answer)[1] == ACK

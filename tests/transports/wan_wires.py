@@ -8,7 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
 import patience
@@ -21,6 +21,8 @@ from qccl.meeting import tls
 HEAD = struct.Struct("<IIiIQQQ")
 HELLO, DATA, ACK, ANNOUNCE, POSTED, BYE, PROBE = range(1, 8)
 PART = (16 << 10) - 40
+#: the address of a rank that cannot be called
+NOWHERE = b"0" * 32 + b" 64"
 
 
 def frame(
@@ -170,11 +172,13 @@ class Raw:
 
 
 @contextmanager
-def false_rank() -> Iterator[tuple[Wire, Raw]]:
-    """The wire of rank 0, and a connection over which the test plays rank 1."""
-    wire = Wire()
-    wire.connect(0, [wire.native.address(), b"0" * 32 + b" 1"])
-    with Raw(wire.port) as raw:
-        raw.say(hello(wire.nonce, 1))
-        yield wire, raw
-    wire.close()
+def rank_0(connections: int = 1, slots: int = 1) -> Iterator[tuple[Wire, list[Raw]]]:
+    """A wire, and the connections ``slots`` of a rank 1 that the test plays."""
+    with ExitStack() as stack:
+        wire = Wire(connections)
+        stack.callback(wire.close)
+        wire.connect(0, [wire.native.address(), NOWHERE])
+        raws = [stack.enter_context(Raw(wire.port)) for _ in range(slots)]
+        for slot, raw in enumerate(raws):
+            raw.say(hello(wire.nonce, 1, slot=slot))
+        yield wire, raws
