@@ -6,17 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
-from kernel_calls import FINITE_KINDS, KINDS, hard_values
+from kernel_calls import FINITE_KINDS, KINDS, errors, hard_values
 
-from qccl.codecs import Codec, MinMax, NoCodec
+from qccl.codecs import MinMax, NoCodec
 
 ROUNDINGS = ("nearest", "stochastic")
-
-
-def errors(codec: Codec, x: np.ndarray, call: int = 0) -> np.ndarray:
-    """|decode(encode(x)) - x|, exact in float64."""
-    y = codec.decode(codec.encode(x, call), x.size, "float32")
-    return np.abs(y.astype(np.float64) - x.astype(np.float64))
 
 
 @pytest.mark.parametrize("kind", FINITE_KINDS)

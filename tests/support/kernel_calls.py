@@ -134,6 +134,12 @@ def reduce(
     return (None if wire is None else arena.take(wire), None if out is None else arena.take(out, oracle.storage(dtype)))
 
 
+def errors(codec: codecs.Codec, x: np.ndarray, call: int = 0) -> np.ndarray:
+    """|decode(encode(x)) - x| of float32 values, exact in float64."""
+    y = codec.decode(codec.encode(x, call), x.size, "float32", call)
+    return np.abs(y.astype(np.float64) - x.astype(np.float64))
+
+
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
