@@ -17,7 +17,7 @@ from qccl.base.errors import EngineError
 if TYPE_CHECKING:
     from qccl._host import Wire
 
-__all__ = ["Call", "DeviceTransfer", "DeviceTransport", "Group", "Transport", "split_groups"]
+__all__ = ["ApiCall", "DeviceTransfer", "DeviceTransport", "Group", "Transport", "split_groups"]
 
 
 class Group(ABC):
@@ -175,7 +175,7 @@ class Transport(Group):
 
 
 #: a function and its arguments, prepared once; each run calls it to put work on a stream
-Call = tuple[Callable[..., object], tuple[Any, ...]]
+ApiCall = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 class DeviceTransfer(NamedTuple):
@@ -203,7 +203,9 @@ class DeviceTransport(Group):
     host: Transport | None
 
     @abstractmethod
-    def exchange(self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int) -> list[Call]:
+    def exchange(
+        self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int
+    ) -> list[ApiCall]:
         """The calls that put one group of transfers on ``stream``. They neither block nor allocate."""
 
     @abstractmethod

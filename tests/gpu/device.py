@@ -11,7 +11,7 @@ import numpy as np
 from qccl.communicator.communicator import Communicator
 from qccl.engine.cuda import CudaBackend
 from qccl.engine.cuda.libraries import DEVICE_TO_HOST, HOST_TO_DEVICE, ON_DEVICE, cuda_libraries
-from qccl.transports.base import Call, DeviceTransfer, DeviceTransport, Transport
+from qccl.transports.base import ApiCall, DeviceTransfer, DeviceTransport, Transport
 
 GUARD = 256
 
@@ -137,8 +137,10 @@ class Mirror(_Alone):
         self._kernels = Kernels() if seconds_per_byte else None
         self._rate = seconds_per_byte
 
-    def exchange(self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int) -> list[Call]:
-        calls: list[Call] = []
+    def exchange(
+        self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int
+    ) -> list[ApiCall]:
+        calls: list[ApiCall] = []
         if self._kernels is not None:
             seconds = self._rate * sum(transfer.nbytes for transfer in sends)
             calls.append((self._kernels.spin, (_known(stream), seconds)))
@@ -166,7 +168,9 @@ class Apart(_Alone):
         self.nodes = tuple(range(host.size))
         self._host = host
 
-    def exchange(self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int) -> list[Call]:
+    def exchange(
+        self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int
+    ) -> list[ApiCall]:
         raise AssertionError("there is no way between these ranks' devices")
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:

@@ -45,7 +45,7 @@ from qccl.engine.cuda.links import common_link, describe, halves
 from qccl.engine.cuda.nccl_library import UINT8, BareCommunicator, set_up, with_reason
 from qccl.meeting.strangers import printable
 from qccl.meeting.topology import find_topology, machine
-from qccl.transports.base import Call, DeviceTransfer, DeviceTransport, Transport, split_groups
+from qccl.transports.base import ApiCall, DeviceTransfer, DeviceTransport, Transport, split_groups
 
 __all__ = ["NcclTransport", "agreed_id", "get_unique_id"]
 
@@ -169,10 +169,12 @@ class NcclTransport(DeviceTransport):
 
     # -- transfers ---------------------------------------------------------------------------------------------------
 
-    def exchange(self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int) -> list[Call]:
+    def exchange(
+        self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int
+    ) -> list[ApiCall]:
         """The calls of one NCCL group, whose transfers progress independently of each other."""
         comm = self.comm
-        calls: list[Call] = [
+        calls: list[ApiCall] = [
             (comm.recv, (transfer.address, transfer.nbytes, UINT8, transfer.peer, stream)) for transfer in receives
         ]
         calls += [(comm.send, (transfer.address, transfer.nbytes, UINT8, transfer.peer, stream)) for transfer in sends]
@@ -297,7 +299,7 @@ class NcclTransport(DeviceTransport):
         raise (ours if self._gone else with_reason(ours)) from error
 
 
-def _grouped(calls: Sequence[Call]) -> None:
+def _grouped(calls: Sequence[ApiCall]) -> None:
     """Make ``calls`` as one NCCL group, and end the group even after an error: later calls would join an open group."""
     nccl = cuda_libraries().nccl
     nccl.groupStart()

@@ -30,7 +30,7 @@ from qccl.engine.cuda.streams import HOME, StreamTask, stream_tasks
 from qccl.engine.cuda.workspace import Workspace
 from qccl.engine.labels import launch_label
 from qccl.observe.tallies import Counted, traffic
-from qccl.transports.base import Call, DeviceTransfer, DeviceTransport
+from qccl.transports.base import ApiCall, DeviceTransfer, DeviceTransport
 
 __all__ = ["CudaProgram"]
 
@@ -87,7 +87,7 @@ class CudaProgram:
         cuda = cuda_libraries().cupy.cuda
         self._arrival = cuda.Event(disable_timing=True)
         self._events = {s: cuda.Event(disable_timing=True) for s, task in enumerate(self._tasks) if task.records}
-        self._calls: dict[bool, list[Call]] = {}
+        self._calls: dict[bool, list[ApiCall]] = {}
         self._entries = 0
         self._staging: Staging | None = None
         if proxy is not None and any(task.queue in (Queue.OUT, Queue.IN) for task in self._tasks):
@@ -153,31 +153,31 @@ class CudaProgram:
 
     # -- the calls of a run ------------------------------------------------------------------------------------------
 
-    def _calls_on(self, queues: Mapping[Queue, int], captured: bool) -> list[Call]:
+    def _calls_on(self, queues: Mapping[Queue, int], captured: bool) -> list[ApiCall]:
         if captured not in self._calls:
             self._calls[captured] = [
                 c for s in range(len(self._tasks)) for part in self._calls_of(s, queues) for c in part
             ]
         return self._calls[captured]
 
-    def _calls_of(self, number: int, queues: Mapping[Queue, int]) -> tuple[list[Call], list[Call], list[Call]]:
+    def _calls_of(self, number: int, queues: Mapping[Queue, int]) -> tuple[list[ApiCall], list[ApiCall], list[ApiCall]]:
         """The calls of a task: waits, work, and the record of its event."""
         runtime = cuda_libraries().runtime
         task = self._tasks[number]
         stream = queues[task.queue]
-        waits: list[Call] = [(runtime.streamWaitEvent, (stream, self._events[w].ptr)) for w in task.waits]
-        done: list[Call] = []
+        waits: list[ApiCall] = [(runtime.streamWaitEvent, (stream, self._events[w].ptr)) for w in task.waits]
+        done: list[ApiCall] = []
         if task.records and number < len(self._tasks) - 1:
             done.append((runtime.eventRecord, (self._events[number].ptr, stream)))
         return waits, self._work(number, stream), done
 
-    def _work(self, number: int, stream: int) -> list[Call]:
+    def _work(self, number: int, stream: int) -> list[ApiCall]:
         task = self._tasks[number]
         if not task.ops:
             return self._begin_calls(stream) if number == 0 else [self._end_call(stream)]
         if number in self._prepared:
             gpu, prepared = cuda_libraries(), self._prepared[number]
-            calls: list[Call] = []
+            calls: list[ApiCall] = []
             if prepared.scratch_nbytes:
                 calls.append((gpu.runtime.memsetAsync, (prepared.scratch, 0, prepared.scratch_nbytes, stream)))
             launch = gpu.driver.launchKernel
@@ -195,27 +195,27 @@ class CudaProgram:
             for transfer in transfers
         ]
 
-    def _begin_calls(self, stream: int) -> list[Call]:
+    def _begin_calls(self, stream: int) -> list[ApiCall]:
         """The first kernel, after those that write the addresses which launches do not pass into a table."""
         name, threads = cuda_source.ADDRESS_KERNEL, cuda_source.THREADS
         table = [self._call_of(name, threads, arguments, stream) for arguments in self._table_arguments]
         return [*table, self._call_of(cuda_source.BEGIN_KERNEL, 1, self._begin_arguments, stream)]
 
-    def _end_call(self, stream: int) -> Call:
+    def _end_call(self, stream: int) -> ApiCall:
         return self._call_of(cuda_source.END_KERNEL, cuda_source.THREADS, self._end_arguments, stream)
 
-    def _call_of(self, name: str, threads: int, arguments: int, stream: int) -> Call:
+    def _call_of(self, name: str, threads: int, arguments: int, stream: int) -> ApiCall:
         """The launch of one block of a kernel."""
         kernel = self._functions([name])[name]
         return cuda_libraries().driver.launchKernel, (kernel, 1, 1, 1, threads, 1, 1, 0, stream, arguments, 0)
 
     # -- a traced run ------------------------------------------------------------------------------------------------
 
-    def _traced_calls(self, queues: Mapping[Queue, int], run: CudaRun, trace: list[TraceEvent]) -> list[Call]:
+    def _traced_calls(self, queues: Mapping[Queue, int], run: CudaRun, trace: list[TraceEvent]) -> list[ApiCall]:
         """The same calls, with an event before and after each task; ``trace`` is filled when the run is done."""
         gpu = cuda_libraries()
         record, begin, now = gpu.runtime.eventRecord, gpu.cupy.cuda.Event(), time.perf_counter()
-        calls: list[Call] = [(record, (begin.ptr, queues[HOME]))]
+        calls: list[ApiCall] = [(record, (begin.ptr, queues[HOME]))]
         events = []
         for s, task in enumerate(self._tasks):
             waits, work, done = self._calls_of(s, queues)

@@ -21,7 +21,7 @@ from qccl.collectives.schedule import Exchange, Queue, Schedule, Span, Task, Tra
 from qccl.engine.cuda.libraries import DEVICE_TO_HOST, HOST_TO_DEVICE, check_status, cuda_libraries
 from qccl.engine.cuda.proxy import HostProxy, ProxyMessage, TransferBatch
 from qccl.engine.cuda.streams import StreamTask
-from qccl.transports.base import Call
+from qccl.transports.base import ApiCall
 
 __all__ = ["Staging", "check_stream_flags"]
 
@@ -82,9 +82,9 @@ class Staging:
         )
         self._proxy.begin(batch)
 
-    def calls(self, task: int, stream: int) -> list[Call]:
+    def calls(self, task: int, stream: int) -> list[ApiCall]:
         """The calls of a task, for the run that began last."""
-        copy, calls = cuda_libraries().runtime.memcpyAsync, list[Call]()
+        copy, calls = cuda_libraries().runtime.memcpyAsync, list[ApiCall]()
         for number, copied in enumerate(self._copies[task]):
             here, there, nbytes = self._host_address(task, copied.span), self._address(copied.span), len(copied.span)
             if self._queues[task] is Queue.OUT:
