@@ -29,13 +29,19 @@ def values(rank: int, count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, rank]).standard_normal(count).astype(np.float32)
 
 
-def ranks(n: int, fn: Callable[[qccl.Communicator], Any], *, timeout: float = 60.0) -> list[Any]:
-    """What ``fn(comm)`` returned or raised on each of ``n`` GPUs."""
+def ranks(
+    n: int,
+    fn: Callable[[qccl.Communicator], Any],
+    *,
+    timeout: float = 60.0,
+    make: Callable[[int], qccl.Communicator] | None = None,
+) -> list[Any]:
+    """What ``fn(comm)`` returned or raised on each of ``n`` GPUs. ``make(rank)`` may make the communicators."""
     unique_id = qccl.get_unique_id()
 
     def run(rank: int) -> Any:
         try:
-            with qccl.Communicator(unique_id, rank, n, device=rank, timeout=timeout) as comm:
+            with make(rank) if make else qccl.Communicator(unique_id, rank, n, device=rank, timeout=timeout) as comm:
                 return fn(comm)
         except Exception as error:
             return error

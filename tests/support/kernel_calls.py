@@ -158,11 +158,10 @@ def assert_same_bits(found: np.ndarray | None, expected: np.ndarray | None, what
     raise AssertionError(f"{what}: {bad.size} of {found.size} differ, first at {i}: {found[i]} for {expected[i]}")
 
 
-_KINDS = (
+KINDS = (
     "normal", "uniform", "constant", "zeros", "signed zeros", "subnormal", "negative", "huge", "overflowing sums",
     "offset", "outliers", "one NaN", "one infinity", "special", "bit patterns",
 )  # fmt: skip
-KINDS = _KINDS
 #: without NaN and infinity
 FINITE_KINDS = tuple(kind for kind in KINDS if kind not in ("one NaN", "one infinity", "special", "bit patterns"))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import cuda_ranks
 from cuda_ranks import values
 
 import qccl
@@ -19,16 +19,11 @@ def ranks(n: int, fn: Callable[[qccl.Communicator], Any], *, timeout: float = 60
 
     group = LoopbackGroup(n)
 
-    def run(rank: int) -> Any:
-        try:
-            transport = NcclTransport.from_group(group.transport(rank), rank, timeout)
-            with qccl.Communicator._from_transport(transport, timeout, CudaBackend) as comm:
-                return fn(comm)
-        except Exception as error:
-            return error
+    def make(rank: int) -> qccl.Communicator:
+        transport = NcclTransport.from_group(group.transport(rank), rank, timeout)
+        return qccl.Communicator._from_transport(transport, timeout, CudaBackend)
 
-    with ThreadPoolExecutor(n) as pool:
-        return list(pool.map(run, range(n)))
+    return cuda_ranks.ranks(n, fn, make=make)
 
 
 def options(comm: qccl.Communicator) -> dict[str, Any]:

@@ -243,18 +243,6 @@ def test_kernels_for_many_buffers_compile_without_spills(library: Nvrtc) -> None
     check(usage(library, kernels, DEFAULT, cuda_source.MANY_BUFFERS), DEFAULT)
 
 
-def test_arithmetic_is_exact(library: Nvrtc) -> None:
-    """Nothing is fused, approximate or flushed."""
-    codec = MinMax(7)  # with 8 bits a decoder asks for fused operations, see value_of_byte()
-    kernels = [*encode(codec, FLOAT32), *decode(codec, FLOAT32, False), *reduce(codec, BFLOAT16, "sum")]
-    program = Kernels(library, kernels, "compute_90")
-    assert not program.failed, program.log[:3000]
-    ptx = program.ptx()
-    for inexact in (".ftz", ".approx", "fma.rn.f32", "div.full"):
-        assert inexact not in ptx
-    assert "div.rn.f32" in ptx
-
-
 @pytest.mark.parametrize(
     ("kernels", "loads", "stores"),
     [
