@@ -22,7 +22,7 @@ __all__ = ["EXPONENT_BITS", "Form", "Memory", "Pointer", "Values", "check_disjoi
 __all__ += ["from_view", "is_part_of", "refuse_nonfinite", "same_or_disjoint", "text_about_inputs"]
 __all__ += ["unreadable"]
 
-#: by element type, the bits that are all set in a value that is NaN or infinite
+#: the exponent's bits of each element type; all of them are set in NaN and infinite values
 EXPONENT_BITS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
 
 #: types of a raw pointer
@@ -42,18 +42,18 @@ class Form(NamedTuple):
     order: str
 
 
-@dataclass(slots=True, eq=False)  # not frozen: each call makes some, and that would take four times as long
+@dataclass(slots=True, eq=False)  # not frozen: calls make some, and frozen ones take four times as long
 class Values:
     """``count`` elements of ``dtype`` at ``address``.
 
     Attributes:
         shape_and_strides: the shape, and strides in elements.
-        what: its name in messages, such as "x" or "xs[2]".
+        what: the name of the array in messages, such as "x" or "xs[2]".
         array: the caller's object; None for a raw pointer.
         view: the description of ``array``'s memory.
         owner: keeps the memory alive if the array itself may release it: a tensor's storage, an array of ctypes.
-        order: which element follows which in memory: "C" (row-major), or the axes, the slowest first, and the shape.
-        writable: whether the call may write it.
+        order: the order of the elements in memory: "C" (row-major), or the axes, slowest first, and the shape.
+        writable: whether the call may write the elements.
     """
 
     address: int
@@ -82,19 +82,19 @@ class Memory(Protocol):
     """The memory that a communicator works on; finds and checks the caller's arrays in it."""
 
     def call_table(self) -> CallTable:
-        """Make a table that describes arrays as from_array() does, and asks whether the memory of pointers is there."""
+        """Make a table that describes arrays as from_array() does, and checks the memory of pointers in each call."""
 
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
         """The memory of ``array``, which is named ``what`` in errors; ``dtype`` reinterprets uint16 as bfloat16.
 
         Raises InvalidBufferError for another device, strides with gaps, an element type other than float32, float16
-        and bfloat16, and for read-only memory where it is to be written.
+        and bfloat16, and for read-only memory if ``writable``.
         """
 
     def from_pointer(self, pointer: Pointer, count: int, dtype: DType, *, writable: bool, what: str) -> Values:
-        """``count`` elements at a raw address. Raises InvalidBufferError for an impossible one.
+        """``count`` elements at a raw address. Raises InvalidBufferError for an invalid address.
 
-        On the host also for read-only memory where it is to be written.
+        On the host, also for read-only memory if ``writable``.
         """
 
     @property
@@ -109,13 +109,14 @@ class Memory(Protocol):
         """
 
     def recheck(self, tensors: Iterable[tuple[int, Values]], arrays: Sequence[Any], *, hold: bool) -> list[Any]:
-        """Check again what equal arguments do not prove of tensors, whose numbers in ``arrays`` are given.
+        """Check the tensors of a repeated call again, whose numbers in ``arrays`` are given.
 
-        With ``hold``: as hold(). Returns objects that keep the memory alive.
+        Equal arguments do not prove that their memory is the same. With ``hold``: as hold(). Returns objects that keep
+        the memory alive.
         """
 
     def streams(self, stream: Any, arrays: Iterable[Any]) -> tuple[int, ...]:
-        """The stream of a call on these arrays, and others whose work they may still wait for; () on the host.
+        """The stream of a call on these arrays, and other streams with unfinished work on them; () on the host.
 
         ``stream`` is the caller's argument, or None. Raises ArgumentError for anything but a stream.
         """
@@ -132,7 +133,7 @@ _Described = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 def from_view(view: Any, array: Any, wanted: DType | None, *, writable: bool, what: str) -> Values:
-    """The values of a description (of _host.describe) that is known to be in the right memory; the checks of Memory."""
+    """Check an array that _host.describe() found in the right memory, as Memory.from_array() says."""
     if is_tensor(array):
         check_values(array, what)
     dtype, count, shape_and_strides, order = _form_of(view.form, wanted, what)
@@ -184,7 +185,7 @@ def check_unmoved(values: Values) -> None:
 
 
 def check_pointer(pointer: Pointer, count: int, dtype: DType, what: str) -> int:
-    """The address. Raises InvalidBufferError if ``count`` elements cannot be there."""
+    """The address of ``pointer``. Raises InvalidBufferError if ``count`` elements cannot be there."""
     nbytes = count * dtype.itemsize
     address = _address(pointer, nbytes, what)
     if not (0 <= address < _ADDRESSES and address + nbytes <= _ADDRESSES):
@@ -201,7 +202,7 @@ def check_pointer(pointer: Pointer, count: int, dtype: DType, what: str) -> int:
 
 
 def same_or_disjoint(x: Values, out: Values) -> bool:
-    """Whether the two are the same memory. Raises InvalidBufferError if they overlap in part."""
+    """Whether two arrays are the same memory. Raises InvalidBufferError if they overlap in part."""
     if x.address == out.address or x.nbytes == 0:
         return x.address == out.address
     if x.address < out.address + out.nbytes and out.address < x.address + x.nbytes:
@@ -221,10 +222,10 @@ def is_part_of(part: Values, whole: Values, first: int) -> bool:
 
 
 def check_listed(given: Any, what: str, other: str = "") -> None:
-    """Raise ArgumentError unless ``given`` is several objects in an order that all ranks have, such as a list.
+    """Raise ArgumentError unless ``given`` is several objects in an order that all ranks share, such as a list.
 
-    The keys of a dict, the rows of an array and the letters of a text would otherwise be taken for its arrays.
-    ``other`` is allowed, too, in the error's words.
+    Otherwise the keys of a dict, the rows of an array or the letters of a text would be taken for arrays. ``other``:
+    the error's words for another form that is allowed.
     """
     if isinstance(given, list | tuple):
         return
@@ -287,7 +288,7 @@ def _element_type(found: str, wanted: DType | None, what: str) -> DType:
         raise InvalidBufferError(f"{what} has element type {found}; allowed are {', '.join(names)}; {hint}")
     if wanted is not None and wanted.name != found:
         raise InvalidBufferError(
-            f"{what} has element type {found}, and {wanted} is needed: what dtype= names, or the call's first array has"
+            f"{what} has element type {found}, and {wanted} is needed: the type of dtype=, or of the call's first array"
         )
     return dtypes.get(found)
 
@@ -325,7 +326,7 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def text_about_inputs(memory: Memory, inputs: Iterable[Values], rank: int) -> str:
-    """For refuse_nonfinite(): the first element of a rank's inputs that is not finite. "" without inputs."""
+    """Say for refuse_nonfinite() which element of a rank's inputs is the first non-finite one; "" without inputs."""
     text = ""
     for values in inputs:
         first = memory.first_nonfinite(values)

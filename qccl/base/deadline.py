@@ -1,4 +1,4 @@
-"""Limits of time: one that counts at once, and one that counts from the moment when work has begun."""
+"""Limits of time, which count at once, or from the moment when work begins."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ __all__ = ["Deadline"]
 
 
 class Deadline:
-    """The end of a number of seconds. Who waits for it raises the error that says what did not come.
+    """A limit of time. Its owner raises the error that says what did not come in time.
 
     Attributes:
-        seconds: as given, for messages.
+        seconds: the length of the limit, for messages.
         end: in time.monotonic() seconds; infinite while the limit does not count.
     """
 
     def __init__(self, seconds: float, *, counts: bool = True) -> None:
-        """It counts from now on, or from start() on if not ``counts``."""
+        """Begin to count now, or at start() if not ``counts``."""
         self.seconds = seconds
         self.end = time.monotonic() + seconds if counts else math.inf
 
@@ -34,7 +34,7 @@ class Deadline:
 
     @property
     def begun(self) -> float | None:
-        """When it began to count, in time.monotonic() seconds; None if it does not."""
+        """When the limit began to count, in time.monotonic() seconds; None before."""
         return self.end - self.seconds if self.counts else None
 
     @property

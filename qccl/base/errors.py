@@ -2,7 +2,7 @@
 
     QcclError
     +-- ArgumentError      also ValueError       an argument is out of range or does not fit the others
-    |   +-- CodecError                           a codec's name, key or value is not one that exists
+    |   +-- CodecError                           a codec's name, key or value does not exist
     |   +-- InvalidBufferError                   wrong device, strides, dtype; null or foreign pointer
     +-- MismatchError                            the ranks do not agree
     +-- CollectiveTimeout  also TimeoutError     a wait reached its deadline
@@ -10,7 +10,7 @@
     +-- EngineError                              MPI, NCCL or CUDA failed; its own message and code are kept
 
 Each message says what was given, what is allowed, and what to do. Authors of collectives also meet
-``schedule.VerificationError``; the errors of ``qccl-bench`` are defined beside what raises them.
+``schedule.VerificationError``; the errors of ``qccl-bench`` are defined beside the code that raises them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class EngineError(QcclError):
     """The library of a transport or of the engine (MPI, UCX, gloo, NCCL, CUDA) failed, or cannot be used.
 
     Attributes:
-        code: the library's error code, or None where it has none.
+        code: the library's error code, or None.
     """
 
     def __init__(self, message: str, code: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Opening of files that a user names, to read and to write; tests/base/test_files.py finds others that open files.
+"""Opens files that a user names, to read or to write them; no other module of qccl does.
 
 Reading takes regular files of a limited size, and opens no pipe or device that would make the program wait. Written
 files are complete even if the program is killed. In a folder where other users may write, a name can be a link to a
@@ -22,7 +22,7 @@ __all__ = ["check_writable", "read_file", "reading", "replacing", "writing"]
 
 Path = str | os.PathLike[str]
 
-#: links that a path may go through; the kernel's limit
+#: most links that a path may go through: the kernel's limit
 _MOST_LINKS = 40
 _FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -64,7 +64,7 @@ def read_file(path: Path, most: int, *, name: str = "", pipes: bool = False) -> 
     """The content of a file of at most ``most`` bytes. The arguments and errors are those of reading()."""
     with reading(path, most, name=name, pipes=pipes) as file:
         content = file.read(most + 1)
-    if len(content) > most:  # of a pipe, or of a file that has grown
+    if len(content) > most:  # a pipe has no size, and a file may have grown
         raise _too_large(path, name, "more bytes", most)
     return content
 
@@ -111,11 +111,11 @@ def writing(path: Path) -> Iterator[BinaryIO]:
 def replacing(path: str, *, mode: int = 0o666, folder: int | None = None) -> Iterator[BinaryIO]:
     """A new binary file, which gets the name ``path`` when the block ends, and is removed after an exception.
 
-    ``mode`` is what the umask leaves of it; ``folder`` is the descriptor of the folder that ``path`` is in.
+    ``mode`` is reduced by the umask; ``folder`` is the descriptor of the folder that ``path`` is in.
     """
     # O_EXCL and a random name: in a folder that others may write nobody can have put a link there
     place, name = os.path.split(path)
-    temporary = os.path.join(place, f"{name[:50]}.{secrets.token_hex(8)}.tmp")  # also if the name is as long as allowed
+    temporary = os.path.join(place, f"{name[:50]}.{secrets.token_hex(8)}.tmp")  # names have a greatest length
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     descriptor = os.open(temporary, flags, mode, dir_fd=folder)
     try:
@@ -220,7 +220,7 @@ def _status(name: str, folder: int) -> os.stat_result | None:
 
 
 def _stream_behind(link: str, folder: int) -> os.stat_result | None:
-    """The status of a link's target if it is written into; a target such as that of /proc/self/fd/1 has no path."""
+    """The status of a link's target if it is a pipe, terminal or device; the target of /proc/self/fd/1 has no path."""
     with contextlib.suppress(OSError):
         found = os.stat(link, dir_fd=folder)
         return found if _is_special(found) else None

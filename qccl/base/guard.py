@@ -1,11 +1,10 @@
-"""What keeps a group sound when an exception ends a call at any point: Ctrl-C, or a signal handler that raises.
+"""Keeps a group sound when an exception ends a call at any point: Ctrl-C, or a signal handler that raises.
 
 Python runs the handlers of signals in the main thread when a function begins, after a call, and at the end of a loop's
-body. Other threads can raise exceptions there, too. No ``try`` in the functions below covers the moment at which it is
-entered or left. So every method with which a program uses a communicator is guarded:
-
-Calls and runs of plans have their guard in Session.start(), and waits in Work._block(), to save a function: before it
-nothing is sent, and what follows it is a ``return``, before which Python runs no handler.
+body. Other threads can raise exceptions there, too. A ``try`` does not cover the moment at which it is entered or left.
+So every method with which a program uses a communicator has a guard. To save a function, calls and runs of plans have
+theirs in Session.start(), and waits in Work._block(): nothing is sent before the guard, and only a ``return`` follows
+it, before which Python runs no handler.
 
 - ``Session.unsettled`` has a mark for each thread that has begun something and not settled it. A thread sets its mark
   before its call takes a number, so before anything is sent. Only its guard sets the mark back: with its last
@@ -35,17 +34,17 @@ __all__ = ["Guarded", "Mark", "abandoned", "guarded", "is_guard", "is_inside", "
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-#: what a thread has begun: the number of the call. Each is another object, so that ``is`` tells one from the next
+#: the number of the call that a thread has begun; a new object for each call, so that ``is`` tells marks apart
 Mark = tuple[int]
 
 _IS_GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
-#: guards: their frames have the variable ``session``, and ``before`` if they settle marks
+#: code of the guards, whose frames have the variable ``session``, and ``before`` if they settle marks
 _guards: set[CodeType] = set()
 
 
 class Guarded(Protocol):
-    """What a guard needs of a session."""
+    """The part of a session that guards use."""
 
     unsettled: dict[int, Mark]
 
@@ -53,7 +52,7 @@ class Guarded(Protocol):
         """End the group if there is a mark that no thread is working on."""
 
     def interrupted(self, error: BaseException, before: Mark | None) -> None:
-        """Settle what an exception has left, where ``before`` was this thread's mark at the begin of the call."""
+        """Clean up after an exception has left a call; ``before`` was this thread's mark when the call began."""
 
 
 class Lock(Protocol):
@@ -105,14 +104,14 @@ def abandoned(session: Guarded) -> dict[int, Mark]:
 
     A thread has its mark only while its guard is on its stack. So a mark was abandoned if it was there before and after
     the moment at which the stacks were taken, and its guard was not. Other threads go on meanwhile: a generator has no
-    caller while it is suspended, so where one is on the stack of another thread, a later check must tell.
+    caller while it is suspended, so a mark of a thread with a generator on its stack is left to a later check.
     """
     marks = session.unsettled.copy()
     stacks = sys._current_frames()
     try:
         idle = {thread: mark for thread, mark in marks.items() if not _settles(thread, stacks, session, mark)}
     finally:
-        stacks.clear()  # which has this function's own frame
+        stacks.clear()  # they hold this function's own frame: a cycle
     return {thread: mark for thread, mark in idle.items() if session.unsettled.get(thread) is mark}
 
 
@@ -130,13 +129,13 @@ def is_inside(session: Guarded, engine: object) -> bool:
     """Whether the present guarded call was made in the middle of another one, or of a method of the engine."""
     frames = _stack(sys._getframe())
     for frame in frames:
-        if frame.f_code in _guards:  # the present one; reading its f_locals would keep its objects, and itself, alive
+        if frame.f_code in _guards:  # the present guard; reading its f_locals would keep its objects, and itself, alive
             break
     return any(_guards_session(frame, session) or _is_method_of(frame, engine) for frame in frames)
 
 
 def _is_method_of(frame: FrameType, engine: object) -> bool:
-    """Whether the engine runs in it. Of other frames f_locals is not read, which would keep their objects alive."""
+    """Whether a frame runs a method of the engine. Reading f_locals of other frames would keep their objects alive."""
     return frame.f_globals.get("__name__") == type(engine).__module__ and frame.f_locals.get("self") is engine
 
 
@@ -156,5 +155,5 @@ def release_all(lock: Lock) -> None:
     try:
         while True:
             lock.release()
-    except RuntimeError:  # it holds the lock no more
+    except RuntimeError:  # this thread does not hold the lock any more
         return

@@ -35,7 +35,7 @@ class Stage(IntEnum):
     ENGINES = 1
     #: transports close their connections and wait for their threads
     TRANSPORTS = 2
-    #: a library ends that transports use, and perhaps the program, too: MPI
+    #: MPI ends, which transports use, and perhaps the program, too
     LIBRARIES = 3
 
 
@@ -45,9 +45,9 @@ _kept: list[object] = []
 
 
 def at_exit(stage: Stage, function: Callable[[], object]) -> None:
-    """Call ``function`` at the end of the process: after earlier stages, before exit handlers registered till now.
+    """Call ``function`` at the end of the process: after earlier stages, before the exit handlers registered so far.
 
-    A function that was registered before is called once, as if it had been registered now.
+    A function that is registered again is called once, as if it were registered for the first time.
     """
     _stages[function] = stage
     for each, its_stage in sorted(_stages.items(), key=lambda item: item[1], reverse=True):
@@ -74,7 +74,7 @@ def unhandled() -> BaseException | None:
 
 
 def members(objects: MutableSet[_T]) -> list[_T]:
-    """The objects of a set. Other threads may change it meanwhile, where the iterator of a WeakSet raises an error."""
+    """The objects of a set that other threads may change, which makes the iterator of a WeakSet raise an error."""
     while True:
         with contextlib.suppress(RuntimeError):
             return list(objects)

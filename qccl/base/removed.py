@@ -1,4 +1,4 @@
-"""Names, keywords, variables, commands and flags of the last release that this one lacks, and their replacements.
+"""Public names, keywords, variables, commands and flags that this release has removed, and their replacements.
 
 A program that uses one of them gets an error that names both. The next release empties the tables.
 """
@@ -51,7 +51,7 @@ VARIABLES: dict[str, str] = {
 COMMANDS: dict[str, str] = {
     "top": "open docs/howto/dashboard.json in Grafana, or ask Prometheus for its expressions (docs/howto/watching.md)",
 }
-#: flags of qccl-bench's commands; of one command, where others have them still: "command --flag"
+#: flags of qccl-bench's commands; "command --flag" if other commands still have the flag
 FLAGS: dict[str, str] = {
     "--sizes": "give --parameters, the number of parameters, or --model",
     "--bucket": "give --bucket-cap-mb",

@@ -9,19 +9,19 @@ from typing import Any
 
 __all__ = ["MOST_RANKS", "as_bool", "as_integer", "as_real", "parse_seconds"]
 
-#: ranks of a group, at most: more are a mistake, and would take all memory
+#: most ranks of a group: a larger number is a mistake, and would take all memory
 MOST_RANKS = 1 << 20
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def as_integer(value: Any) -> int | None:
     """``value`` as an int; None if it is not an integer, or is a boolean."""
-    if type(value) is int:  # the usual case, on the path of every call
+    if type(value) is int:  # the usual case: every call takes this path
         return value
     value = _plain(value)
     try:
         return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:  # also from an array with axes, which has __index__
+    except TypeError:  # not an integer, or an array with axes, which has __index__, too
         return None
 
 

@@ -1,9 +1,9 @@
-"""The start of threads, which no exception from another thread can turn into an endless wait.
+"""Starts threads so that an exception from another thread cannot make the start wait for ever.
 
 PyThreadState_SetAsyncExc() finds its thread by a number. CPython 3.11 gives a thread that is being started the number
 of its creator, so an exception for the creator may end the new thread before it runs. ``threading.Thread.start()``
-then waits for ever. So start() lets another thread call that method, a launcher, whose number nobody has; if an
-exception ends the launcher before it has begun, there is another one.
+then waits for ever. So start() lets a launcher call that method: a thread whose number nobody knows. If an exception
+ends the launcher before it has begun, start() makes another one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from qccl.base.errors import EngineError
 
 __all__ = ["start"]
 
-#: how long a launcher may take before there is another one, at first; it doubles with each
+#: seconds before a second launcher is started; doubled for each further one
 _LAUNCH_SECONDS = 0.05
-#: how long a busy machine may need for the start of a thread
+#: most seconds for the start of a thread: a busy machine may need long
 _MOST_SECONDS = 30.0
 
 

@@ -1,4 +1,4 @@
-"""Timelines: what ran when, on which rank and queue, as a file that Perfetto and chrome://tracing open."""
+"""Timelines of the operations of each rank and queue, as a file that Perfetto and chrome://tracing open."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qccl.base.machine_name import machine_name
 
 __all__ = ["TraceEvent", "write_trace"]
 
-#: rounds of messages by which the clocks of machines are compared
+#: rounds of messages that compare the clocks of machines
 _CLOCK_ROUNDS = 20
 
 
@@ -36,10 +36,10 @@ class TraceEvent:
     """A timed operation or transfer.
 
     Attributes:
-        rank: where it ran.
+        rank: the rank that ran it.
         queue: "compute", "send" or "recv"; on CUDA "compute", "comm", "out" or "in".
         name: a description.
-        start, stop: seconds; in a run those of time.perf_counter(), whose origin the ranks of one machine share. A
+        start, stop: seconds; in a run of time.perf_counter(), whose origin the ranks of one machine share. A
             transfer starts when it is posted and stops when its completion is noticed.
         args: details: "bytes", "elements", "codec", "round" (of quantisation, from 0), "chunk" (of that round, from 0),
             "operation" (its number in the schedule). A transfer also has "peer", "call" and "message" (its number among
@@ -55,7 +55,7 @@ class TraceEvent:
 
 
 def write_trace(path: str | PathLike[str], events: Iterable[TraceEvent], comm: Ranks | None = None) -> None:
-    """Write the events in Chrome's JSON. With ``comm`` the call is collective, and rank 0 writes all ranks' events.
+    """Write events in Chrome's JSON. With ``comm`` the call is collective, and rank 0 writes the events of all ranks.
 
     The file shows a rank as a process: one track for its computations, and for each peer one for sends and one for
     receives. An arrow joins a send to its receive. Messages of a track are drawn one after the other: a message begins
@@ -158,7 +158,7 @@ class _Slice:
 
 
 def _slices(events: Sequence[TraceEvent]) -> list[_Slice]:
-    """The events, by tracks, on each of which they follow each other."""
+    """The events by tracks; those of one track follow each other."""
     origin = min((event.start for event in events), default=0.0)
 
     def at(seconds: float) -> int:
@@ -181,7 +181,7 @@ def _slices(events: Sequence[TraceEvent]) -> list[_Slice]:
 
 
 def _in_turn(slices: Sequence[_Slice], tid: int) -> Sequence[_Slice]:
-    """Let each begin when the one before it has ended: viewers drop or misplace slices that overlap on a track."""
+    """Let each slice begin when the one before it has ended: viewers misplace slices that overlap on a track."""
     free = 0
     for each in slices:
         posted, each.tid = each.start, tid
@@ -194,7 +194,7 @@ def _in_turn(slices: Sequence[_Slice], tid: int) -> Sequence[_Slice]:
 
 
 def _messages(slices: Iterable[_Slice]) -> list[tuple[_Slice, _Slice]]:
-    """The send and the receive of each message for which there are both."""
+    """The send and the receive of each message whose both ends are known."""
     ends: defaultdict[tuple[Any, ...], tuple[list[_Slice], list[_Slice]]] = defaultdict(lambda: ([], []))
     for each in sorted(slices, key=lambda each: each.start):
         if each.message is not None:
