@@ -1,4 +1,4 @@
-"""How processes that are to be ranks find each other where there is no MPI, and exchange some bytes.
+"""Brings the processes of a job together where there is no MPI, so that they can exchange some bytes.
 
 A meeting needs a place that all ranks know: a TCP address (from the launcher's environment or from the program), the
 store of torch.distributed, or the key-value store of jax.distributed.
@@ -15,7 +15,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +29,10 @@ from qccl.meeting.secret import derive, token_key
 from qccl.meeting.strangers import printable
 
 __all__ = [
+    "GroupMeeting",
     "Meeting",
+    "StoreMeeting",
+    "TcpMeeting",
     "alone",
     "first_host",
     "of_address",
@@ -50,16 +53,13 @@ class Meeting:
     """The ranks of a job that can exchange bytes.
 
     Attributes:
-        name: what brings them together, for messages.
-        rank, size: of this process.
+        name: the launcher or library that brings the ranks together, for messages.
+        rank, size: number of this process, and number of all.
         gather: (bytes, timeout in seconds) -> the bytes of all ranks in rank order. Collective; raises
             CollectiveTimeout.
-        host: of rank 0, as all ranks reach it; None: unknown.
-        port: a port of ``host`` that is free once the ranks have met; None: unknown.
-        group: the process group of torch.distributed that brings the ranks together, if one does.
-        store: of torch.distributed, which only these ranks use, if they have one.
-        own_address: -> the number of this machine's address for rank 0, or of rank 0's for another machine, if the
-            meeting has found it.
+        host: the host of rank 0, as all ranks reach it; None: unknown.
+        own_address: -> the numeric address at which rank 0 and a rank of another machine have reached each other, on
+            this machine; None: unknown.
         close: ends the meeting's connections, if it has any. Idempotent.
     """
 
@@ -68,11 +68,30 @@ class Meeting:
     size: int
     gather: Callable[[bytes, float], list[bytes]]
     host: str | None = None
-    port: int | None = None
-    group: Any = None
-    store: Any = None
     own_address: Callable[[], str | None] = lambda: None
     close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class TcpMeeting(Meeting):
+    """A meeting over TCP; ``port``: a port of ``host`` that is free after close()."""
+
+    host: str
+    port: int = field(kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMeeting(Meeting):
+    """The ranks of a process group of torch.distributed."""
+
+    group: Any = field(kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreMeeting(Meeting):
+    """Ranks with a store of torch.distributed, which nothing else uses."""
+
+    store: Any = field(kw_only=True)
 
 
 def alone() -> Meeting:
@@ -82,22 +101,22 @@ def alone() -> Meeting:
 
 def of_address(
     name: str, rank: int, size: int, place: tuple[str, int], job: str = "", *, is_local: bool = False
-) -> Meeting:
+) -> TcpMeeting:
     """A meeting over TCP at ``place``, host and port of rank 0; ``is_local``: all ranks are on this machine.
 
-    With a token (secret.py) it is encrypted. Raises ArgumentError for one that cannot be used, EngineError where there
-    is no OpenSSL.
+    With a token (secret.py) it is encrypted. Raises ArgumentError for an invalid token, EngineError if a token is set
+    and there is no OpenSSL.
     """
     key = None if (token := token_key()) is None else derive(token, "meeting")
     if key:
         tls.load_library()
-
     met = Rendezvous(rank, size, place, job, is_local=is_local, key=key)
-    return Meeting(name, rank, size, met.gather, *place, own_address=met.own_address, close=met.close)
+    host, port = place
+    return TcpMeeting(name, rank, size, met.gather, host, met.own_address, met.close, port=port)
 
 
-def of_launcher(launcher: Launcher) -> Meeting:
-    """The ranks that ``launcher`` started, over TCP. Raises ArgumentError where the environment has no address."""
+def of_launcher(launcher: Launcher) -> TcpMeeting:
+    """The ranks that ``launcher`` started, over TCP. Raises ArgumentError if the environment has no address."""
     job, is_local = _job(launcher, os.environ), _is_local(launcher, os.environ)
     place = _place(launcher, os.environ, job, is_local=is_local)
     return of_address(launcher.name, launcher.rank, launcher.size, place, job, is_local=is_local)
@@ -181,23 +200,24 @@ def first_host(hosts: str) -> str:
     return found[1] + (found[2] or "")
 
 
-def of_torch(group: Any = None) -> Meeting:
+def of_torch(group: Any = None) -> GroupMeeting:
     """The ranks of a torch.distributed process group (None: the default group), by its store."""
     import torch.distributed as dist
 
     c10d = dist.distributed_c10d
     name = c10d._get_process_group_name(group or c10d._get_default_group())
     store = dist.PrefixStore(f"qccl/meeting/{name}", c10d._get_default_store())
-    meeting = of_store(store, dist.get_rank(group), dist.get_world_size(group))
-    return replace(meeting, group=group or c10d._get_default_group(), store=None)
+    met = of_store(store, dist.get_rank(group), dist.get_world_size(group))
+    group = group or c10d._get_default_group()
+    return GroupMeeting(met.name, met.rank, met.size, met.gather, met.host, group=group)
 
 
 #: a store's answer for a missing key
 _NO_VALUE = "no such key"
 
 
-def of_store(store: Any, rank: int, size: int) -> Meeting:
-    """Ranks that have a store of torch.distributed, which nothing else uses."""
+def of_store(store: Any, rank: int, size: int) -> StoreMeeting:
+    """The ranks that share a store of torch.distributed."""
 
     def get(key: str, seconds: float) -> bytes:
         store.wait([key], timedelta(seconds=seconds))
@@ -208,7 +228,7 @@ def of_store(store: Any, rank: int, size: int) -> Meeting:
         return found
 
     gather = _gather_on(_Board(store.set, get, store.delete_key), rank, size)
-    return Meeting("torch.distributed", rank, size, gather, os.environ.get("MASTER_ADDR"), store=store)
+    return StoreMeeting("torch.distributed", rank, size, gather, os.environ.get("MASTER_ADDR"), store=store)
 
 
 def of_jax() -> Meeting:

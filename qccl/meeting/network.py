@@ -28,8 +28,8 @@ class Network(NamedTuple):
         is_alone: no other rank is on this machine.
     """
 
-    master: str | None
-    is_local: bool
+    master: str | None = None
+    is_local: bool = False
     shares_memory: bool = False
     is_alone: bool = False
 

@@ -1,7 +1,7 @@
-"""Which transport the ranks use on the host.
+"""Chooses the transport of the ranks on the host.
 
-Where MPI started the ranks, each one decides alone whether MPI carries the bytes: refusal_of_mpi(). Otherwise the ranks
-meet, and choose(): all of them know all offers, and so decide the same.
+If MPI started the ranks, each rank decides alone whether MPI carries the bytes: refusal_of_mpi(). Otherwise the ranks
+meet and exchange their offers, and each rank calls choose() with the same offers.
 
 - All ranks on one machine: UCX, otherwise gloo, otherwise wan, unencrypted over the loopback interface.
 - On several machines, with a token: wan, because a token says that the network between them is not trusted.
@@ -13,11 +13,13 @@ QCCL_INSECURE=1 on all ranks, and then encrypts nothing. With a token it always 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qccl.base.errors import ArgumentError, EngineError, MismatchError, QcclError
 from qccl.meeting import tls
@@ -41,10 +43,10 @@ __all__ = [
 
 TRUSTED_NETWORK = "nothing is encrypted: the network between the machines must be trusted"
 
-#: between processes, the first choice first; but where MPI started the ranks, MPI comes before the others
+#: the transports between processes, in order of preference; ranks that MPI started prefer MPI
 TRANSPORTS = ("ucx", "mpi", "gloo", "wan")
 _DRAWN = re.compile(r"[0-9a-f]{64}")
-#: characters of a reason, at most
+#: most characters of a reason in a note
 _MOST_REASON = 1500
 _NEEDS_TOKEN = (
     "between machines wan needs a token, the same on all ranks: qccl-bench token FILE makes one, for QCCL_TOKEN_FILE "
@@ -54,27 +56,27 @@ _NOT_STARTED = "it did not start the ranks"
 
 
 class Offer(NamedTuple):
-    """The facts about a rank that decide the transport: texts of one line.
+    """The facts about a rank that decide the transport.
 
     Attributes:
         network: equal for ranks that reach each other by the loopback interface; empty: unknown.
         memory: equal for ranks of one machine that can share memory; empty: unknown.
-        wanted: the only transport that it allows; empty: any.
-        token: tells different tokens apart, and nothing more; empty: it has none.
-        insecure: "1" with QCCL_INSECURE=1, otherwise empty.
-        drawn: 32 random bytes in hexadecimal digits, of rank 0.
-        no_tls, ucx, gloo, wan: why it cannot use each of them; empty: it can.
-        host: the name of its machine, for the choice between GPUs and host memory (launch.py), as are the others.
-        backend: of init(): "host", "auto", or "cuda" where the program allows nothing else.
-        no_gpu: why it cannot use a GPU, whatever the other ranks have; empty: perhaps it can.
-        mpi: as ucx. Ranks that meet do not use it; those that are yet to be started (by qccl-bench) may.
+        wanted: the only transport that the rank allows; empty: any.
+        token: a digest that tells different tokens apart; empty: the rank has no token.
+        insecure: QCCL_INSECURE=1 is set.
+        drawn: 32 random bytes of rank 0 in hexadecimal digits; empty on the other ranks.
+        no_tls: why the rank cannot use TLS; empty: it can.
+        ucx, gloo, wan: why the rank cannot use each transport; empty: it can.
+        mpi: why mpiexec cannot start the rank, for ranks that qccl-bench has yet to start; empty: it can.
+        host, backend, no_gpu: for launch.py, which chooses between GPUs and host memory: the name of the rank's
+            machine, the backend given to init(), and why the rank cannot use a GPU (empty: perhaps it can).
     """
 
     network: str = ""
     memory: str = ""
     wanted: str = ""
     token: str = ""
-    insecure: str = ""
+    insecure: bool = False
     drawn: str = ""
     no_tls: str = ""
     ucx: str = ""
@@ -87,9 +89,9 @@ class Offer(NamedTuple):
 
     @classmethod
     def here(cls, wanted: str | None = None, **others: str) -> Offer:
-        """The offer of this process; ``wanted``: see wanted_transport(); ``others``: fields that the caller knows."""
-        found = {name: obstacle(name) for name in TRANSPORTS if name != "mpi"}
-        # where a rank names its network, processes of other machines may join later
+        """The offer of this process. ``wanted``: see wanted_transport(); ``others``: fields that the caller knows."""
+        found: dict[str, Any] = {name: obstacle(name) for name in TRANSPORTS if name != "mpi"}
+        # if the user names a network, processes of other machines may join later
         network = "" if {"QCCL_NET", "UCX_NET_DEVICES"} & os.environ.keys() else network_id()
         found |= {"network": network, "memory": memory_id(), "no_tls": failure(tls.load_library), **others}
         return _by_settings(wanted)._replace(**found)
@@ -98,30 +100,31 @@ class Offer(NamedTuple):
         return f"Offer of {self.wanted or 'any transport'}"  # drawn is secret
 
     def note(self) -> bytes:
-        """For the meeting."""
-        return "\n".join(printable(line, _MOST_REASON) for line in self).encode()
+        """The offer as the bytes that this rank brings to the meeting."""
+        return json.dumps([each[:_MOST_REASON] if isinstance(each, str) else each for each in self]).encode()
 
     @classmethod
     def of(cls, rank: int, note: bytes) -> Offer:
-        """The reverse of note(). Raises MismatchError where the rank's note is none."""
-        lines = [printable(line, 2 * _MOST_REASON) for line in note.split(b"\n")]
-        if len(lines) != len(cls._fields) or (rank == 0 and not _DRAWN.fullmatch(lines[cls._fields.index("drawn")])):
-            raise MismatchError(
-                f"rank {rank} brought a note that is not one of this version of qccl; install the same one on all ranks"
-            )
-        return cls(*lines)
+        """The reverse of note(). Raises MismatchError if the rank's note is not an offer."""
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            offer = cls._make(json.loads(note))
+            if [*map(type, offer)] == [*map(type, cls())] and (rank or _DRAWN.fullmatch(offer.drawn)):
+                return cls._make(printable(each, _MOST_REASON) if isinstance(each, str) else each for each in offer)
+        raise MismatchError(
+            f"rank {rank} brought a note that is not one of this version of qccl; install the same one on all ranks"
+        )
 
 
 class Choice(NamedTuple):
     """The transport that the ranks use, and how.
 
     Attributes:
-        name: in TRANSPORTS.
-        why: in words.
+        name: one of TRANSPORTS.
+        why: the reason for the choice, in words.
         is_local: all ranks are on one machine, and in one network namespace.
-        shares_memory: and they can share memory.
-        has_secret: the ranks have a secret in common: all of them have TLS.
-        encrypts: wan encrypts.
+        shares_memory: the ranks are local, and can share memory.
+        has_secret: all ranks have TLS, and so can agree on a secret.
+        encrypts: the transport is wan, and encrypts.
     """
 
     name: str
@@ -133,9 +136,10 @@ class Choice(NamedTuple):
 
 
 def choose(offers: Sequence[Offer], who: str) -> Choice:
-    """The transport for these ranks. ``who`` brought them together.
+    """The transport for the ranks of ``offers``; ``who``: the launcher that brought them together, for errors.
 
-    Raises EngineError with a rank's reason where they have none in common, MismatchError where their tokens differ.
+    Raises EngineError with each transport's obstacle if no transport suits all ranks, MismatchError for different
+    tokens.
     """
     _check_tokens(offers)
     is_local = _are_equal(offer.network for offer in offers)
@@ -157,13 +161,13 @@ def choose(offers: Sequence[Offer], who: str) -> Choice:
 
 
 def is_alone(offers: Sequence[Offer], rank: int) -> bool:
-    """Whether no other rank can share memory with ``rank``. Where a rank does not tell its machine, it may."""
+    """Whether no other rank can share memory with ``rank``. A rank that does not tell its machine may be near."""
     machines = [(offer.network, offer.memory) for offer in offers]
     return not any("" in each for each in machines) and machines.count(machines[rank]) == 1
 
 
 def _remarks(name: str, against: list[str], no_tls: str, *, is_safe: bool) -> Iterator[str]:
-    """Why it is this transport, and what it does not protect."""
+    """The reasons for a transport, and warnings about what it does not protect."""
     yield from against or ["it is the fastest" if name == "ucx" else "the ranks allow no other"]
     if not is_safe:
         yield TRUSTED_NETWORK
@@ -172,7 +176,7 @@ def _remarks(name: str, against: list[str], no_tls: str, *, is_safe: bool) -> It
 
 
 def _are_equal(texts: Iterable[str]) -> bool:
-    """Whether all are the same, and none is empty."""
+    """Whether all texts are the same, and not empty."""
     found = {*texts}
     return len(found) == 1 and "" not in found
 
@@ -186,10 +190,10 @@ def _check_tokens(offers: Sequence[Offer]) -> None:
 
 
 def _reason(offer: Offer, name: str, is_local: bool) -> str:
-    """Why a rank does not use a transport; nothing if it can."""
+    """The reason why a rank does not use a transport; empty if it can."""
     if offer.wanted not in ("", name):
         return f"the rank allows only {offer.wanted}"
-    is_trusted = is_local or bool(offer.insecure)
+    is_trusted = is_local or offer.insecure
     if name == "wan" and not offer.token and not is_trusted:
         return _NEEDS_TOKEN
     if name != "wan" and offer.token and not is_trusted and not offer.wanted:
@@ -198,9 +202,9 @@ def _reason(offer: Offer, name: str, is_local: bool) -> str:
 
 
 def refusal_of_mpi(launcher: Launcher, wanted: str | None = None) -> str:
-    """Why MPI does not carry the bytes of the ranks that ``launcher`` started; nothing if it does.
+    """The reason why MPI does not carry the bytes of the ranks that ``launcher`` started; empty if it does.
 
-    The ranks have not met, and so may be on several machines.
+    The ranks have not met yet, so they may be on several machines.
     """
     if not launcher.is_of_mpi or (launcher.name == "srun" and os.environ.get("MASTER_ADDR")):
         why = _NOT_STARTED
@@ -210,18 +214,18 @@ def refusal_of_mpi(launcher: Launcher, wanted: str | None = None) -> str:
 
 
 def _by_settings(wanted: str | None) -> Offer:
-    """The part of this process's offer that the program and the user have set."""
+    """This process's offer with the settings of the program and of the user alone."""
     token = token_key()
     return Offer(
         wanted=wanted or wanted_transport() or "",
         token=derive(token, "check").hex()[:16] if token else "",
-        insecure="1" if is_insecure() else "",
+        insecure=is_insecure(),
     )
 
 
 def obstacle(transport: str) -> str:
-    """Why this process cannot use "ucx", "wan" or "gloo"; nothing if it can."""
-    if transport != "gloo" and not importlib.util.find_spec("msgspec"):  # as on a machine of scripts/gpu-check
+    """The reason why this process cannot use "ucx", "wan" or "gloo"; empty if it can."""
+    if transport != "gloo" and not importlib.util.find_spec("msgspec"):  # scripts/gpu-check runs without msgspec
         return "msgspec is not installed (pip install msgspec)"
     if transport == "wan":
         return failure(tls.load_library) if token_key() else ""
@@ -233,7 +237,7 @@ def obstacle(transport: str) -> str:
 
 
 def failure(find: Callable[[], object]) -> str:
-    """Why ``find`` does not find what it looks for; nothing if it does."""
+    """The text of the QcclError that ``find`` raises; empty if it returns."""
     try:
         find()
     except QcclError as error:
@@ -242,7 +246,7 @@ def failure(find: Callable[[], object]) -> str:
 
 
 def wanted_transport(given: str = "auto") -> str | None:
-    """The transport that the program or, if it has given "auto", QCCL_TRANSPORT names; None: the fastest."""
+    """The only transport allowed: ``given`` by the program, or QCCL_TRANSPORT if it is "auto"; None: any."""
     name, wanted = ("transport", given) if given != "auto" else ("QCCL_TRANSPORT", os.environ.get("QCCL_TRANSPORT"))
     if wanted not in (None, "", "auto", *TRANSPORTS):
         raise ArgumentError(f"{name}={wanted!r} does not exist; there are auto, {', '.join(TRANSPORTS)}")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from qccl.meeting.meetings import Meeting
+from qccl.meeting.meetings import GroupMeeting, Meeting, StoreMeeting, TcpMeeting
 from qccl.meeting.network import Network, own_address
 from qccl.meeting.secret import draw, job_secret, token_key
 from qccl.transports.choice import Offer, choose, is_alone
@@ -23,12 +23,12 @@ __all__ = ["connect", "connected_transport", "gather_offers"]
 _log = logging.getLogger("qccl")
 
 
-def gather_offers(meeting: Meeting, timeout: float, wanted: str | None = None, **more: str) -> list[Offer]:
+def gather_offers(meeting: Meeting, timeout: float, wanted: str | None = None, **more: Any) -> list[Offer]:
     """Collective: what all ranks bring; ``more``: fields of this rank's offer. A meeting of one has no others."""
     if meeting.size == 1:
         return [Offer(**more)]
-    if meeting.port is meeting.group is meeting.store is None:
-        more["gloo"] = f"{meeting.name} has no port for it"
+    if not isinstance(meeting, TcpMeeting | GroupMeeting | StoreMeeting):
+        more["gloo"] = f"{meeting.name} has no port for gloo"
     own = Offer.here(wanted, drawn="" if meeting.rank else draw().hex(), **more)
     offers = [Offer.of(rank, note) for rank, note in enumerate(meeting.gather(own.note(), timeout))]
     offers[meeting.rank] = own._replace(drawn=offers[meeting.rank].drawn)
@@ -56,17 +56,19 @@ def connect(
         own = own_address(network, meeting.own_address())
         meeting.close()  # it may listen at the same port
         return _over_gloo(meeting, own, timeout)
+    from qccl.transports.connected import Protection
+
     secret = job_secret(bytes.fromhex(offers[0].drawn), token_key()) if chosen.has_secret else None
-    transport = connected_transport(chosen.name)
-    return transport(
+    return connected_transport(chosen.name).meet(
         lambda note: meeting.gather(note, timeout),
         timeout,
-        master=meeting.host,
-        is_local=chosen.is_local,
-        shares_memory=chosen.shares_memory,
-        is_alone=is_alone(offers, meeting.rank),
-        secret=secret,
-        encrypts=chosen.encrypts,
+        Network.towards(
+            meeting.host,
+            is_local=chosen.is_local,
+            shares_memory=chosen.shares_memory,
+            is_alone=is_alone(offers, meeting.rank),
+        ),
+        Protection(secret, chosen.encrypts),
     )
 
 
@@ -85,11 +87,11 @@ def _over_gloo(meeting: Meeting, own: str | None, timeout: float) -> Transport:
     """``own``: this machine's address; None: gloo finds it by GLOO_SOCKET_IFNAME, or by the machine's name."""
     from qccl.transports.gloo import TorchTransport
 
-    if meeting.group is not None:
+    if isinstance(meeting, GroupMeeting):
         return TorchTransport.from_group(meeting.group, timeout, own)
-    if meeting.store is not None:
+    if isinstance(meeting, StoreMeeting):
         import torch.distributed as dist
 
         return TorchTransport(dist.PrefixStore("gloo", meeting.store), meeting.rank, meeting.size, timeout, own=own)
-    assert meeting.host is not None and meeting.port is not None  # gather_offers()
+    assert isinstance(meeting, TcpMeeting)  # gather_offers() refuses gloo for other meetings
     return TorchTransport.at((meeting.host, meeting.port), meeting.rank, meeting.size, timeout, own)

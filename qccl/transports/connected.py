@@ -57,15 +57,15 @@ _REFUSAL, _MOST_REASON = b"!", 1000
 
 
 class Protection(NamedTuple):
-    """What keeps others out.
+    """The secret that keeps others out of a group.
 
     Attributes:
-        secret: the job's 32 bytes, for the membership sockets; None: they are not encrypted.
-        encrypts: the wire uses it, too, if it can.
+        secret: the job's 32 bytes, which encrypt the membership sockets; None: nothing is encrypted.
+        encrypts: the wire uses the secret, too, if it can encrypt.
     """
 
-    secret: bytes | None
-    encrypts: bool
+    secret: bytes | None = None
+    encrypts: bool = True
 
     @property
     def of_wire(self) -> bytes | None:
@@ -73,83 +73,17 @@ class Protection(NamedTuple):
         return self.secret if self.encrypts else None
 
 
+_ANYWHERE, _OPEN = Network(), Protection()
+
+
 class ConnectedTransport(NativeTransport):
-    """One rank of a group whose wire connects the processes itself."""
+    """One rank of a group whose wire connects the processes itself; meet(), regroup() and join() make it."""
 
     wire: _host.GroupWire
     can_regroup = True
     _is_fork = False
 
     def __init__(
-        self,
-        gather: Callable[[bytes], Sequence[bytes]],
-        timeout: float,
-        *,
-        master: str | None = None,
-        is_local: bool = False,
-        shares_memory: bool = False,
-        is_alone: bool = False,
-        secret: bytes | None = None,
-        encrypts: bool = True,
-        progress_hook: Callable[[], object] = lambda: None,
-        maker: ConnectedTransport | None = None,
-    ) -> None:
-        """Collective: connect the ranks.
-
-        ``gather`` returns every rank's bytes in rank order: some hundred of each, the addresses of the ranks' wires and
-        sockets. ``master`` is a host that all ranks reach: TCP connections use the network interface that leads there.
-        ``is_local`` says that all ranks, and those that join later, are on this machine, and ``shares_memory`` that
-        they can share memory; ``is_alone``, that no other rank is on this machine. ``secret``: 32 bytes that the ranks
-        alone have. With it the membership sockets are encrypted, and also, unless ``encrypts`` is False, the wire of a
-        transport that can encrypt. ``maker``: the transport whose split() this is.
-        """
-        protection = Protection(secret, encrypts)
-        refused = descriptors.or_engine_error
-        with refused(f"{self.name} cannot start"), contextlib.ExitStack() as on_failure:
-            try:
-                with refused(f"{self.name} cannot start"):
-                    network = Network.towards(master, is_local=is_local, shares_memory=shares_memory, is_alone=is_alone)
-                    membership = MembershipSocket(*self._listens(network), secret)
-                    on_failure.callback(membership.close)
-                    wire = self._start(network, membership, protection.of_wire)
-            except (EngineError, ArgumentError) as error:
-                with contextlib.suppress(QcclError):  # another rank was told meanwhile, and gave up
-                    gather(_REFUSAL + str(error).encode(errors="replace")[:_MOST_REASON])
-                raise
-            on_failure.callback(wire.close, 0)
-            notes = gather(b"%d %b" % (descriptors.left(), msgspec.json.encode(membership.member(wire.address()))))
-            for rank, note in enumerate(notes):
-                if note.startswith(_REFUSAL):
-                    raise EngineError(f"rank {rank}: {printable(note[len(_REFUSAL) :], _MOST_REASON)}")
-            members, lefts = zip(*map(_member, range(len(notes)), notes), strict=True)
-            self._check_descriptors(network, lefts)
-            membership.begin(members)
-            self._connect(wire, membership, network, protection, timeout, progress_hook, maker)
-            on_failure.pop_all()
-
-    @classmethod
-    @abstractmethod
-    def _start(cls, network: Network, membership: MembershipSocket, secret: bytes | None) -> _host.GroupWire:
-        """A wire that is not connected yet; ``secret``: the job's, if it is to encrypt.
-
-        Raises EngineError, ArgumentError.
-        """
-
-    @classmethod
-    def _listens(cls, network: Network) -> tuple[str, Sequence[int]]:
-        """The host at which other ranks reach this one, and the ports at which it may listen; none: any."""
-        return network.own_host(), ()
-
-    @classmethod
-    @abstractmethod
-    def _connections(cls, network: Network) -> int:
-        """How many connections, and so descriptors, the wire may need for each other rank."""
-
-    @abstractmethod
-    def _find_ended(self, ranks: list[int]) -> list[int]:
-        """Those of ``ranks`` whose processes have ended. Takes some milliseconds at most."""
-
-    def _connect(
         self,
         wire: _host.GroupWire,
         membership: MembershipSocket,
@@ -182,7 +116,7 @@ class ConnectedTransport(NativeTransport):
                 self._connect_wire([member.worker for member in membership.members])
             self._watch.begin()
             membership.look_at_names(self._watch)
-            self._meet(Deadline(timeout))
+            self._exchange(b"\0", [1] * self.size, Deadline(timeout))  # shows that all ranks are connected
             self._set_topology([member.machine for member in membership.members])
             membership.look(self._watch)
             membership.hear()
@@ -195,21 +129,78 @@ class ConnectedTransport(NativeTransport):
                 raise own(EngineError(self._no_network(str(error)))) from error
             raise
 
+    @classmethod
+    def meet(
+        cls,
+        gather: Callable[[bytes], Sequence[bytes]],
+        timeout: float,
+        network: Network = _ANYWHERE,
+        protection: Protection = _OPEN,
+        progress_hook: Callable[[], object] = lambda: None,
+        maker: ConnectedTransport | None = None,
+    ) -> Self:
+        """Collective: the transport of ranks that can exchange their addresses.
+
+        ``gather`` returns every rank's bytes in rank order: some hundred of each, the addresses of the ranks' wires and
+        sockets. ``maker``: the transport whose split() this is.
+        """
+        refused = descriptors.or_engine_error
+        with refused(f"{cls.name} cannot start"), contextlib.ExitStack() as on_failure:
+            try:
+                with refused(f"{cls.name} cannot start"):
+                    membership = MembershipSocket(*cls._listens(network), protection.secret)
+                    on_failure.callback(membership.close)
+                    wire = cls._start(network, membership, protection.of_wire)
+            except (EngineError, ArgumentError) as error:
+                with contextlib.suppress(QcclError):  # another rank was told meanwhile, and gave up
+                    gather(_REFUSAL + str(error).encode(errors="replace")[:_MOST_REASON])
+                raise
+            on_failure.callback(wire.close, 0)
+            notes = gather(b"%d %b" % (descriptors.left(), msgspec.json.encode(membership.member(wire.address()))))
+            for rank, note in enumerate(notes):
+                if note.startswith(_REFUSAL):
+                    raise EngineError(f"rank {rank}: {printable(note[len(_REFUSAL) :], _MOST_REASON)}")
+            members, lefts = zip(*map(_member, range(len(notes)), notes), strict=True)
+            cls._check_descriptors(network, lefts)
+            membership.begin(members)
+            made = cls(wire, membership, network, protection, timeout, progress_hook, maker)
+            on_failure.pop_all()
+            return made
+
+    @classmethod
+    @abstractmethod
+    def _start(cls, network: Network, membership: MembershipSocket, secret: bytes | None) -> _host.GroupWire:
+        """A wire that is not connected yet; ``secret``: the job's, if it is to encrypt.
+
+        Raises EngineError, ArgumentError.
+        """
+
+    @classmethod
+    def _listens(cls, network: Network) -> tuple[str, Sequence[int]]:
+        """The host at which other ranks reach this one, and the ports at which it may listen; none: any."""
+        return network.own_host(), ()
+
+    @classmethod
+    @abstractmethod
+    def _connections(cls, network: Network) -> int:
+        """How many connections, and so descriptors, the wire may need for each other rank."""
+
+    @abstractmethod
+    def _find_ended(self, ranks: list[int]) -> list[int]:
+        """Those of ``ranks`` whose processes have ended. Takes some milliseconds at most."""
+
     def _connect_wire(self, addresses: list[bytes]) -> None:
         """Connect the wire to the others; ``addresses`` by rank. Raises WireError and OSError."""
         self.wire.connect(self.rank, addresses, _weakly(self._find_ended))
-
-    def _meet(self, deadline: Deadline) -> None:
-        """Collective: the first message, which shows that all ranks are connected."""
-        self._exchange(b"\0", [1] * self.size, deadline)
 
     def _no_network(self, reason: str) -> str:
         """The message of an error of wire.connect()."""
         return f"{self.name} has no network from rank {self.rank} to {reason}"
 
-    def _check_descriptors(self, network: Network, lefts: Sequence[int]) -> None:
+    @classmethod
+    def _check_descriptors(cls, network: Network, lefts: Sequence[int]) -> None:
         """Raise EngineError on all ranks where one of them may not open enough."""
-        each = self._connections(network)
+        each = cls._connections(network)
         for rank, left in enumerate(lefts if each else ()):
             reason = descriptors.shortage(len(lefts) * each, left)
             if reason:
@@ -226,8 +217,7 @@ class ConnectedTransport(NativeTransport):
             addresses = self.allgather(address, timeout)
             return [addresses[rank] for rank in groups[color]]
 
-        how = self._network._asdict() | self._protection._asdict()
-        return type(self)(gather, timeout, **how, progress_hook=self.progress_hook, maker=self)
+        return self.meet(gather, timeout, self._network, self._protection, self.progress_hook, maker=self)
 
     @property
     def address(self) -> str:
@@ -320,14 +310,13 @@ class ConnectedTransport(NativeTransport):
                 if deadline.is_over:
                     raise CollectiveTimeout(f"the ranks agreed on groups with wires that were given up for {timeout} s")
                 continue
-            transport = cls.__new__(cls)
             try:
-                transport._connect(wire, membership, network, protection, timeout, membership.check_whole, maker)
+                made = cls(wire, membership, network, protection, timeout, membership.check_whole, maker)
             except QcclError as error:
                 if not is_own(error) or deadline.is_over:
                     raise
             else:
-                return transport, decision.calls
+                return made, decision.calls
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
         """Each rank sends its item to all others: the length, then the bytes.

@@ -17,6 +17,7 @@ from threads import meeting
 import qccl
 from qccl.base.errors import MismatchError, PeerLost
 from qccl.meeting import regroup
+from qccl.meeting.network import Network
 from qccl.transports.connect import connected_transport
 
 SET_UP = {"barrier": lambda c: c.barrier(), "allgather": lambda c: c.allgather(b"1"), "split": lambda c: c.split(0)}
@@ -111,7 +112,7 @@ def run_over(transport, size, function):
     gather = meeting(size)
 
     def run(rank):
-        made = connected_transport(transport)(gather(rank), 60.0, is_local=True, shares_memory=True)
+        made = connected_transport(transport).meet(gather(rank), 60.0, Network(is_local=True, shares_memory=True))
         comm = qccl.Communicator.from_transport(made, 60.0)
         try:
             return function(comm)

@@ -191,5 +191,5 @@ def test_an_item_of_an_all_gather_that_cannot_be(nbytes, monkeypatch):
     """Every rank says first how much it gives."""
     monkeypatch.setattr(UcxTransport, "_exchange", lambda *_: [struct.pack("<q", each) for each in (4, nbytes)])
     refused = pytest.raises(MismatchError, match=f"rank 1 gives {nbytes} bytes")
-    with closing(UcxTransport(lambda note: [note], 60.0)) as transport, refused:
+    with closing(UcxTransport.meet(lambda note: [note], 60.0)) as transport, refused:
         transport.allgather(b"mine", 60)

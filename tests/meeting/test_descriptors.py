@@ -10,6 +10,7 @@ from start_ranks import needs_ucx
 
 import qccl
 from qccl.meeting import descriptors
+from qccl.meeting.network import Network
 from qccl.transports.connect import connected_transport
 
 #: more than split() opens in a group of one
@@ -18,7 +19,8 @@ MOST = 30
 
 def split_with(name: str, spare: int) -> str:
     """What split() raises in a group of one whose process may open so many further files; nothing if it returns."""
-    comm = qccl.Communicator.from_transport(connected_transport(name)(lambda note: [note], 60.0, is_local=True), 60.0)
+    transport = connected_transport(name).meet(lambda note: [note], 60.0, Network(is_local=True))
+    comm = qccl.Communicator.from_transport(transport, 60.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     first = os.dup(0)  # the lowest free number
     os.close(first)

@@ -24,6 +24,7 @@ from qccl.meeting import strangers as dropped
 from qccl.meeting.channel import frame
 from qccl.meeting.meeting_host import MeetingHost
 from qccl.meeting.meeting_messages import Hello, MeetingKind, MeetingMessage, join, seal
+from qccl.meeting.network import Network
 from qccl.meeting.secret import derive
 from qccl.meeting.secure_socket import SecureSocket
 from qccl.transports import choice, connect, ucx
@@ -178,7 +179,10 @@ def met(note: bytes) -> meetings.Meeting:
     return meetings.Meeting("the test", 0, 2, lambda own, timeout: [own, note])
 
 
-@pytest.mark.parametrize("note", [b"", b"\n", b"\xff\xfe", b"\n" * 9, b"a\nb"])
+@pytest.mark.parametrize(
+    "note",
+    [b"", b"\n", b"\xff\xfe", b"[" * 60_000, b"{}", b'["a"]', b'"thirteen char"', b"[%s]" % b",".join([b'""'] * 13)],
+)
 def test_a_note_of_another_form_is_a_mismatch(note):
     """In the choice of a transport."""
     meeting = met(note)
@@ -187,8 +191,8 @@ def test_a_note_of_another_form_is_a_mismatch(note):
 
 
 def test_reasons_of_other_ranks_are_shown_without_control_characters():
-    note = choice.Offer("network", "", "", "", "", "", "", "no UCX", "no gloo", "no wan").note()
-    meeting = met(note.replace(b"no UCX", b"no \x1b[31mUCX"))
+    note = choice.Offer("network", ucx="no UCX", gloo="no gloo", wan="no wan").note()
+    meeting = met(note.replace(b"no UCX", rb"no \u001b[31mUCX"))
     with pytest.raises(EngineError, match=r"rank 1: no .x1b.31mUCX") as raised:
         connect.connect(meeting, 5.0)
     assert str(raised.value).isprintable()
@@ -203,7 +207,7 @@ def test_reasons_of_other_ranks_are_shown_without_control_characters():
 def test_an_address_of_another_form_is_a_mismatch(note):
     """In the notes by which UCX's ranks connect: it ends the process that connects to an address that is none."""
     with pytest.raises(MismatchError, match="rank 1 brought a note"):
-        ucx.UcxTransport(lambda own: [own, note], 5.0, is_local=True)
+        ucx.UcxTransport.meet(lambda own: [own, note], 5.0, Network(is_local=True))
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_a_secret_is_not_shown():
     found = Secret(b"never seen, never ever seen.....")
     assert f"{found} {found!r} {found!s} {[found]}".count("<secret>") == 4
     assert pickle.loads(pickle.dumps(found)) == found
-    offer = Offer("", "", "", "", "", BYTES.hex(), "", "", "", "")
+    offer = Offer(drawn=BYTES.hex())
     assert BYTES.hex() not in repr(offer) + str(offer)
 
 
@@ -152,9 +152,9 @@ def test_an_address_without_a_secret_is_refused(monkeypatch):
 
 # -- the transport -----------------------------------------------------------------------------------------------------
 
-NONE = Offer("", "", "", "", "", BYTES.hex(), "", "", "", "")
+NONE = Offer(drawn=BYTES.hex())
 LOCAL, TOKENED = NONE._replace(network="one"), NONE._replace(token="x")
-INSECURE = NONE._replace(insecure="1")
+INSECURE = NONE._replace(insecure=True)
 
 
 @pytest.mark.parametrize(
@@ -169,11 +169,11 @@ INSECURE = NONE._replace(insecure="1")
         ([NONE, NONE], "ucx", False),
         ([LOCAL, LOCAL._replace(network="two")], "ucx", False),
         ([TOKENED, TOKENED], "wan", True),
-        ([TOKENED._replace(insecure="1")] * 2, "ucx", False),
-        ([TOKENED._replace(insecure="1"), TOKENED], "wan", True),
+        ([TOKENED._replace(insecure=True)] * 2, "ucx", False),
+        ([TOKENED._replace(insecure=True), TOKENED], "wan", True),
         ([TOKENED._replace(wanted="ucx")] * 2, "ucx", False),
         ([INSECURE._replace(wanted="wan")] * 2, "wan", False),
-        ([TOKENED._replace(insecure="1", wanted="wan")] * 2, "wan", True),
+        ([TOKENED._replace(insecure=True, wanted="wan")] * 2, "wan", True),
         ([NONE._replace(ucx="no")] * 2, "gloo", False),
     ],
 )
@@ -256,7 +256,7 @@ def test_the_log_says_that_the_network_must_be_trusted(monkeypatch, caplog):
     monkeypatch.setattr(choice, "TRANSPORTS", ("gloo",))
     monkeypatch.setattr(choice, "obstacle", lambda *arguments: "")
     monkeypatch.setattr(connect, "_over_gloo", lambda meeting, own, timeout: "the transport")
-    meeting = meetings.Meeting("the test", 1, 2, lambda own, timeout: [NONE.note(), NONE.note()], "host", 1)
+    meeting = meetings.TcpMeeting("the test", 1, 2, lambda own, timeout: [NONE.note(), NONE.note()], "host", port=1)
     with caplog.at_level(logging.INFO, "qccl"):
         assert connect.connect(meeting, 5.0) == "the transport"
     assert "nothing is encrypted: the network between the machines must be trusted" in caplog.text

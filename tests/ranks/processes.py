@@ -10,8 +10,10 @@ import time
 from typing import Any
 
 from qccl.meeting import launchers, meetings
+from qccl.meeting.network import Network
 from qccl.transports.choice import wanted_transport
 from qccl.transports.connect import connected_transport
+from qccl.transports.connected import Protection
 
 #: the transport that is tested
 TRANSPORT = wanted_transport() or "mpi"
@@ -41,8 +43,8 @@ def connect(timeout: float = 20.0) -> Any:
 
         return MpiTransport.world(timeout)
     transport = connected_transport(TRANSPORT)
-    how = {"is_local": True, "secret": bytes(range(32))} if TRANSPORT == "wan" else {}
-    return transport(lambda address: _gather(address, timeout), timeout, **how)
+    how = (Network(is_local=True), Protection(bytes(range(32)))) if TRANSPORT == "wan" else ()
+    return transport.meet(lambda address: _gather(address, timeout), timeout, *how)
 
 
 def allgather(item: Any) -> list[Any]:
@@ -72,7 +74,7 @@ def _connect_control() -> Any:
         else:
             distributed.initialize(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", SIZE, RANK)
     with contextlib.closing(meetings.of_launcher(launcher)) as meeting:
-        return UcxTransport(lambda address: meeting.gather(address, _SECONDS), _SECONDS)
+        return UcxTransport.meet(lambda address: meeting.gather(address, _SECONDS), _SECONDS)
 
 
 def _gather(item: bytes, timeout: float) -> list[bytes]:

@@ -10,6 +10,7 @@ from typing import Any
 from threads import Wrapped, meeting, outcomes_of_ranks
 
 from qccl.engine.control import CONTROL_TAG, HEADER_NBYTES
+from qccl.meeting.network import Network
 from qccl.transports.ucx import UcxTransport
 
 __all__ = ["Changed", "Recorded", "announcing", "kind_of", "of_call", "outcomes_over_ucx", "sequence_of"]
@@ -67,7 +68,7 @@ def outcomes_over_ucx(n: int, fn: Callable[[UcxTransport], Any]) -> list[Any]:
     gather = meeting(n)
 
     def run(rank: int) -> Any:
-        with closing(UcxTransport(gather(rank), _SECONDS, master="127.0.0.1")) as transport:
+        with closing(UcxTransport.meet(gather(rank), _SECONDS, Network.towards("127.0.0.1"))) as transport:
             return fn(transport)
 
     return outcomes_of_ranks(n, run, 2 * _SECONDS)

@@ -27,7 +27,7 @@ def test_obstacles(monkeypatch):
     assert choice.obstacle("gloo") == "PyTorch is not installed"
     assert choice.obstacle("ucx") == choice.obstacle("wan") == "msgspec is not installed (pip install msgspec)"
     meeting = Meeting("a launcher", 0, 2, lambda note, timeout: [note, note])
-    assert gather_offers(meeting, 1.0)[1].gloo == "a launcher has no port for it"
+    assert gather_offers(meeting, 1.0)[1].gloo == "a launcher has no port for gloo"
     monkeypatch.delenv("QCCL_TOKEN", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert choice.obstacle("wan") == ""

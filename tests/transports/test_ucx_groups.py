@@ -93,7 +93,7 @@ def limit_descriptors(rank: int, soft: int, hard: int) -> None:
 @on_processes(6, UCX_TLS="tcp,self")
 def test_a_soft_limit_of_descriptors_that_is_too_low(*where) -> None:
     """A soft limit that is too low for the connections does not matter."""
-    UcxTransport(lambda note: [note], 20.0).close()  # from now on UCX is loaded
+    UcxTransport.meet(lambda note: [note], 20.0).close()  # from now on UCX is loaded
     limit_descriptors(where[0], 5, 1000)
     with connect(*where) as comm:
         assert (comm.quantized_allreduce(np.ones(1000, np.float32)) == comm.size).all()

@@ -7,6 +7,7 @@ from wan_groups import group
 from wan_wires import Wire
 
 from qccl import ArgumentError, _host
+from qccl.meeting.network import Network
 from qccl.transports.wan import WanTransport
 
 
@@ -21,7 +22,7 @@ def test_ranks_listen_at_the_ports_that_are_forwarded(monkeypatch):
 def test_a_setting_without_a_host_and_ports(text, monkeypatch):
     monkeypatch.setenv("QCCL_WAN_ADVERTISE", text)
     with pytest.raises(ArgumentError, match=f"QCCL_WAN_ADVERTISE='{text}' is not \"host:first-last\""):
-        WanTransport(lambda note: [note], 10.0, is_local=True)
+        WanTransport.meet(lambda note: [note], 10.0, Network(is_local=True))
 
 
 @pytest.mark.parametrize("text", ["", "a" * 31 + " 1", "{nonce}", "{nonce} 0", "{nonce} 0\n127.0.0.1 1"])

@@ -22,6 +22,7 @@ import qccl
 from qccl.base.errors import EngineError
 from qccl.base.trace import TraceEvent
 from qccl.meeting import topology
+from qccl.meeting.network import Network
 from qccl.transports import ucx, wan
 from qccl.transports.wan import WanTransport, memory_obstacle
 
@@ -133,7 +134,7 @@ def test_ucx_starts_only_where_another_rank_may_be_on_the_machine(monkeypatch):
     started = []
     start = wan.memory_wire
     monkeypatch.setattr(wan, "memory_wire", lambda membership: started.append(membership) or start(membership))
-    first = WanTransport(lambda note: [note], 10.0, is_local=True, is_alone=True)
+    first = WanTransport.meet(lambda note: [note], 10.0, Network(is_local=True, is_alone=True))
     second, _ = first.regroup(0, 10.0, grows=False)
     assert not started
     third, _ = second.regroup(0, 10.0, grows=True)
@@ -152,7 +153,7 @@ def test_ranks_that_ucx_does_not_reach(monkeypatch):
             barrier.wait(60)
             return notes
 
-        return WanTransport(gather, 10.0, is_local=True)
+        return WanTransport.meet(gather, 10.0, Network(is_local=True))
 
     with ThreadPoolExecutor(2) as pool:
         for end in [pool.submit(rank, number) for number in range(2)]:

@@ -17,6 +17,8 @@ from threads import meeting
 
 import qccl
 from qccl.meeting import topology
+from qccl.meeting.network import Network
+from qccl.transports.connected import Protection
 from qccl.transports.wan import WanTransport
 
 #: values of one call, and how many calls are under way at once
@@ -95,7 +97,7 @@ def group(
 
     def run(rank: int) -> None:
         machine.number = 1 + rank // ranks_each if ranks_each else 0
-        transport = WanTransport(gather(rank), 120.0, is_local=True, secret=secret)
+        transport = WanTransport.meet(gather(rank), 120.0, Network(is_local=True), Protection(secret))
         if not rank:
             ports.extend(ports_of(transport))
             addresses.extend(addresses_of(transport))
