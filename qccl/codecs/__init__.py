@@ -25,7 +25,7 @@ __all__ = ["CODECS", "DECORATORS", "BucketCodec", "Cast", "Codec", "Dithering", 
 __all__ += ["Momentum", "NoCodec", "OneBit", "PythonCodec", "RandomK", "TopK", "Trellis", "TwoRounds"]
 __all__ += ["examples", "get", "identity"]
 
-#: every codec by its name in a specification
+#: all codecs by their names in specifications
 CODECS: Mapping[str, type[Codec]] = {
     codec.name: codec for codec in (NoCodec, Cast, MinMax, OneBit, Dithering, TopK, RandomK, Trellis)
 }
@@ -40,11 +40,11 @@ def examples() -> list[str]:
 
 
 _NAME = re.compile(r"([a-z_]+)(\d*)", re.ASCII)
-#: separates decorators; not the sign in 1e+3
+#: the sign that separates decorators; the one in 1e+3 does not
 _PLUS = re.compile(r"\+(?![0-9])")
-#: the begin of a spec that asks for a choice between codecs
+#: the beginning of a specification that leaves the choice of the codec to qccl
 _AUTO = re.compile(r"\s*auto\s*($|[:+/])", re.IGNORECASE)
-#: keys of BytePS that repeat the codec's name
+#: keys of BytePS with the codec's name before the key
 _BYTEPS = {"onebit_scaling": "scaling", "dithering_partition": "partition", "dithering_normalize": "normalize"}
 #: fields of error feedback, and their keys in a dict, where the codec inside may have a "dtype" of its own
 _FEEDBACK = {"beta": "ef_beta", "dtype": "ef_dtype"}
@@ -155,7 +155,7 @@ def _make(name: str, options: dict[str, Any], spec: object, kinds: Mapping[str, 
 def _parameters(
     name: str, options: dict[str, Any], spec: object, kinds: Mapping[str, type[Codec]], same: Mapping[str, Any] = {}
 ) -> tuple[type[Codec], dict[str, Any]]:
-    """The class of a codec and its arguments: those of its name and options, and of ``same`` where these lack them."""
+    """The class of a codec and its arguments, from its name and options; missing ones are taken from ``same``."""
     match = _NAME.fullmatch(name)
     if match is None or match[1] not in kinds:
         raise CodecError(
@@ -173,7 +173,7 @@ def _parameters(
         if field not in keys:
             allowed = _list(keys) if keys else "none"
             raise CodecError(f"codec {spec!r}: {match[1]} has no key {key!r}; its keys: {allowed}{_near(key, keys)}")
-        if values is not None and value not in tuple(values):  # a value may be unhashable
+        if values is not None and value not in tuple(values):  # a tuple, because a value may be unhashable
             raise CodecError(f"codec {spec!r}: {key}={value!r} is not possible; allowed are {_list(map(str, values))}")
         _add(given, field, value if values is None else values[value], spec)
     given = {**same, **given}

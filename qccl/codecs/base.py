@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_BUCKET", "PLAIN_GRANULE", "WARP_VALUES", "BucketCodec", "Codec", "Kernel", "Tile"]
 
-#: granule of codecs without buckets: the usual bucket, so that all codecs partition a vector alike
+#: granule of codecs without buckets: the usual bucket, so that most codecs divide a vector alike
 PLAIN_GRANULE = 1024
 #: the most elements of a bucket that one warp of a GPU holds in registers
 WARP_VALUES = 1024
@@ -55,11 +55,11 @@ class Kernel:
 
     Attributes:
         type: the C++ type, a name in ``kernels/codecs/all.h``.
-        bucket: elements of a bucket; 0: all of a call.
+        bucket: elements of a bucket; 0: all elements of a call.
         seed, options: as in ``BucketOptions``.
-        draws: encoding takes random numbers, so it depends on the number of the call.
+        draws: encoding takes random numbers, so it depends on the call's number.
         tile: the codec's own device code, for buckets of any size unless it is None.
-        scratch: words of memory that an encoder's team has for a bucket on a GPU.
+        scratch: words of memory that an encoder's team needs for a bucket on a GPU.
         copies: the wire is the values, so a copy encodes and decodes them.
     """
 
@@ -80,13 +80,13 @@ class Codec(ABC):
     name: ClassVar[str]
     #: example specifications for the benchmark's default list and for tests; empty: the name alone
     examples: ClassVar[tuple[str, ...]] = ()
-    #: keys of other libraries in a specification: the field, and the field's value for each value (None: the same)
+    #: keys of other libraries: for each the field, and the field's value for each value (None: the same value)
     aliases: ClassVar[Mapping[str, tuple[str, Mapping[Any, Any] | None]]] = {}
-    #: whether a wire has some elements only, the others being zero; such wires can be summed, but have no min or max
+    #: whether a wire has some elements only, and the others are zero; such wires can be summed, but have no min or max
     sparse: ClassVar[bool] = False
     #: whether decoding needs the encoder's random numbers, and so its call, round, rank and first element
     decoder_draws: ClassVar[bool] = False
-    #: whether its arithmetic is Python functions, which run on the host only
+    #: whether Python functions do the arithmetic, which run on the host only
     slow: ClassVar[bool] = False
 
     @property
@@ -106,7 +106,7 @@ class Codec(ABC):
 
     @property
     def rounds(self) -> tuple[Codec, Codec]:
-        """The codec of the ranks' own values, and that of the sums in the second round of a collective."""
+        """The codec of the ranks' own values, and the codec of their sums in the second round of a collective."""
         return self, self
 
     @property
@@ -163,7 +163,7 @@ class Codec(ABC):
         values = np.ascontiguousarray(x)
         given = dtypes.get(values.dtype.name if dtype is None else dtype)
         allowed = (given.name, "uint16" if given is dtypes.BFLOAT16 else given.name)
-        if values.dtype.name not in allowed or not values.dtype.isnative:  # the name does not tell the byte order
+        if values.dtype.name not in allowed or not values.dtype.isnative:  # the name leaves out the byte order
             raise ArgumentError(f"an array of {values.dtype} cannot be read as {given}; convert it first")
         wire = np.empty(self.encoded_nbytes(values.size, given), np.uint8)
         Operations(self, given, call=call).encode(values, wire)()
@@ -172,7 +172,7 @@ class Codec(ABC):
     def decode(self, wire: np.ndarray, count: int, dtype: DTypeLike, call: int = 0) -> np.ndarray:
         """The ``count`` values of ``wire`` (uint8), one axis; bfloat16 comes as uint16, since NumPy has no such type.
 
-        ``call`` is the one of ``encode()``; it matters for ``randomk``, whose wire does not have the indices. Raises
+        ``call`` is the call of ``encode()``; ``randomk`` needs it, because its wire lacks the indices. Raises
         CodecError if the wire does not have the size of ``count`` elements; its content may be anything.
         """
         import numpy as np

@@ -1,4 +1,4 @@
-"""Conversion to a shorter type: two of 16 bits, two of 8 bits with a scale per bucket.
+"""Conversion to a shorter type: two types of 16 bits, and two of 8 bits with a scale for each bucket.
 
 Source of the types of 8 bits: FP8 formats (Micikevicius et al. 2022, arXiv 2209.05433).
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Cast"]
 
-_TYPES = ("float16", "bfloat16", "float8_e4m3", "float8_e5m2")  # numbered as in the header
-#: bits of the mantissa, exponent of the least normal number, greatest number (8 bits: before scaling)
+_TYPES = ("float16", "bfloat16", "float8_e4m3", "float8_e5m2")  # their numbers are those of the header
+#: for each type: bits of the mantissa, exponent of the least normal number, greatest number (before scaling)
 _SHAPES = {
     "float16": (10, -14, 65504.0),
     "bfloat16": (7, -126, 3.3895313892515355e38),

@@ -22,7 +22,7 @@ def keep(codec: Codec, key: str, value: Any) -> None:
 
 
 def check_integer(codec: Codec, key: str, least: int, most: int) -> None:
-    """An integer from ``least`` to ``most``."""
+    """Check that a parameter is an integer from ``least`` to ``most``."""
     value = as_integer(getattr(codec, key))
     if value is None or not least <= value <= most:
         raise _refused(codec, key, f"the integers {least} to {most}")
@@ -30,7 +30,7 @@ def check_integer(codec: Codec, key: str, least: int, most: int) -> None:
 
 
 def check_bucket(codec: Codec, key: str, most: int = MAX_BUCKET, other: str = "") -> None:
-    """A multiple of 8; or the word ``other``, unless it is empty."""
+    """Check that a parameter is a multiple of 8, or the word ``other`` unless that is empty."""
     if other and getattr(codec, key) == other:
         return
     value = as_integer(getattr(codec, key))
@@ -40,7 +40,7 @@ def check_bucket(codec: Codec, key: str, most: int = MAX_BUCKET, other: str = ""
 
 
 def check_choice(codec: Codec, key: str, allowed: Sequence[str]) -> None:
-    """One of some words."""
+    """Check that a parameter is one of the words ``allowed``."""
     if (value := getattr(codec, key)) not in allowed:
         if instead := VALUES.get(f"{codec.name}:{key}={value}"):
             raise CodecError(f"{codec.name}: there is no {key}={value} any more; {instead}")
@@ -48,7 +48,7 @@ def check_choice(codec: Codec, key: str, allowed: Sequence[str]) -> None:
 
 
 def check_flag(codec: Codec, key: str) -> None:
-    """True or False."""
+    """Check that a parameter is True or False."""
     value = as_bool(getattr(codec, key))
     if value is None:
         raise _refused(codec, key, "true and false")
@@ -56,7 +56,7 @@ def check_flag(codec: Codec, key: str) -> None:
 
 
 def check_seed(codec: Codec) -> None:
-    """An unsigned integer of 64 bits."""
+    """Check that the seed is an unsigned integer of 64 bits."""
     value = as_integer(codec.seed)  # type: ignore[attr-defined]
     if value is None or not 0 <= value < 1 << 64:
         raise _refused(codec, "seed", "the integers 0 to 2**64 - 1")

@@ -34,7 +34,7 @@ class Dithering(BucketCodec):
         k: levels above zero, 1 to 127 (linear) or 31 (natural). A code has one bit more than k; 1, 3, 7, 15, ... use
             all codes.
         partition: "linear", k equal parts of the norm, or "natural", the norm times 2**(1 - k), ..., 1/2, 1.
-        norm: "max" or "l2", of the bucket.
+        norm: the norm of a bucket, "max" or "l2".
         bucket: elements that share a norm, a multiple of 8 up to 2**24.
         seed: seed of the random numbers, 0 to 2**64 - 1.
 

@@ -27,7 +27,7 @@ _KEPT = {dtype.name: dtype for dtype in (FLOAT32, BFLOAT16)}
 
 @dataclass(frozen=True)
 class Decorator(Codec):
-    """A codec with state; a single encode or decode is that of ``codec``."""
+    """A codec with state. A single encode or decode has no state, so the inner ``codec`` does it."""
 
     codec: Codec
 
@@ -45,13 +45,13 @@ class Decorator(Codec):
 
     @property
     def rounds(self) -> tuple[Codec, Codec]:
-        """The inner codec's, each decorated."""
+        """The codecs of the inner codec's rounds, each decorated."""
         first, second = self.codec.rounds
         return replace(self, codec=first), replace(self, codec=second)
 
     @property
     def granule(self) -> int:
-        """The inner codec's."""
+        """The granule of the inner codec."""
         return self.codec.granule
 
     @property
@@ -63,15 +63,15 @@ class Decorator(Codec):
         return self.codec._nbytes(count, dtype)
 
     def spec(self) -> str:
-        """The specification of the codec inside, with the decorator's name behind it, such as "onebit+ef"."""
+        """The inner codec's specification and the decorator's name, such as "onebit+ef"."""
         return f"{self.codec.spec()}+{self.name}"
 
     def kernel(self) -> Kernel:
-        """The inner codec's; the schedule adds the state (``collectives/feedback.py``)."""
+        """The kernel of the inner codec; schedules add the state (``collectives/feedback.py``)."""
         return self.codec.kernel()
 
     def host(self) -> Any:
-        """The inner codec's; the schedule adds the state (``collectives/feedback.py``)."""
+        """The kernel of the inner codec; schedules add the state (``collectives/feedback.py``)."""
         return self.codec.host()
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
@@ -83,7 +83,7 @@ class Decorator(Codec):
 class ErrorFeedback(Decorator):
     """Error feedback: the quantisation error of a call is added to the values of the next call with the same key.
 
-    Every rank keeps the errors of the wires that it encodes: of its own values, and in an all-reduce those of its shard
+    Every rank keeps the errors of the wires that it encodes: of its own values, and in an all-reduce also of its shard
     of the sum.
 
     Sources: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXiv 1901.09847; BytePS's design of gradient
@@ -116,11 +116,11 @@ class ErrorFeedback(Decorator):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The residual alone: +ef directly follows a codec without state."""
+        """The residual alone, because +ef directly follows a codec without state."""
         return ("residual",)
 
     def spec(self) -> str:
-        """With the fields that are not the defaults, such as "onebit+ef:beta=0.95,dtype=bfloat16"."""
+        """The specification with all fields that are not defaults, such as "onebit+ef:beta=0.95,dtype=bfloat16"."""
         options = [
             f"{name}={value}"
             for name in ("beta", "dtype")
@@ -157,22 +157,22 @@ class Momentum(Decorator):
 
     @property
     def rounds(self) -> tuple[Codec, Codec]:
-        """The inner codec's, of which the first has the momentum: it encodes a rank's own values."""
+        """The codecs of the inner codec's rounds; the first, which encodes a rank's own values, has the momentum."""
         first, second = self.codec.rounds
         return (self, self) if first == second else (replace(self, codec=first), second)
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The inner codec's, then "momentum"."""
+        """The state of the inner codec, then "momentum"."""
         return (*self.codec.state_names, "momentum")
 
     def spec(self) -> str:
-        """With the value of mu, such as "topk:k=0.01+ef+nesterov:mu=0.9"."""
+        """The specification with the value of mu, such as "topk:k=0.01+ef+nesterov:mu=0.9"."""
         return f"{super().spec()}:mu={self.mu}"
 
 
 def feedback_of(codec: Codec) -> tuple[float, DType]:
-    """The ``beta`` of a codec's error feedback, and the element type of the errors; 1 and float32 without."""
+    """The ``beta`` of a codec's error feedback, and the element type of the errors; 1 and float32 without feedback."""
     while isinstance(codec, Decorator):
         if isinstance(codec, ErrorFeedback):
             return codec.beta, _KEPT[codec.dtype]

@@ -52,7 +52,7 @@ class MinMax(BucketCodec):
 
     @property
     def granule(self) -> int:
-        """The bucket; with bucket="shard" a fixed number of elements, because the range is that of the whole shard."""
+        """The bucket; with bucket="shard" a fixed number of elements, because the whole shard has one range."""
         return PLAIN_GRANULE if self.bucket == "shard" else int(self.bucket)
 
     @property

@@ -25,7 +25,7 @@ class NoCodec(BucketCodec):
 
     @property
     def bucket(self) -> int:  # type: ignore[override]
-        """A fixed number of elements, at whose multiples vectors are divided; nothing is shared in it."""
+        """A fixed number of elements, at whose multiples vectors are divided. Elements of a bucket share nothing."""
         return PLAIN_GRANULE
 
     def _sections(self, count: int, dtype: DType) -> tuple[int, int]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OneBit"]
 
-_RECONSTRUCTIONS = ("sign", "scale", "mean", "midpoint")  # numbered as in the header
+_RECONSTRUCTIONS = ("sign", "scale", "mean", "midpoint")  # their numbers are those of the header
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class OneBit(BucketCodec):
     def kernel(self) -> Kernel:
         """The C++ type in ``kernels/codecs/onebit/``, and its arguments.
 
-        The device code for sums keeps a bucket in the registers of a warp, so larger buckets have none.
+        The device code for sums keeps a bucket in the registers of a warp; larger buckets take the general kernel.
         """
         number = _RECONSTRUCTIONS.index(self.reconstruct)
         sums = self.reconstruct in ("scale", "mean")

@@ -1,4 +1,4 @@
-"""Single calls of a codec's kernels on arrays of the host: to check results, and to measure the kernels.
+"""Calls of a codec's kernels on arrays of the host, to check results and to measure the kernels.
 
 Plans prepare the same operations for spans of their buffers (qccl/engine/host/program.py).
 """
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Operations", "Place", "copy", "instruction_set", "usable_instruction_sets"]
 
-#: index of the first element, round and rank, which key random numbers
+#: (index of the first element, round, rank): the key of random numbers
 Place = tuple[int, int, int]
 _FIRST = (0, 0, 0)
 
 
 class _Codec(Protocol):
-    """A codecs.Codec; its module uses this one."""
+    """The part of a codecs.Codec that this module uses; codecs/base.py imports this module."""
 
     def host(self) -> Any: ...
 
@@ -54,7 +54,7 @@ class Operations:
         return _host.Encode(*self._arguments(values, wire), (0, 0), (1, 0), values.size, *place)
 
     def decode(self, wire: np.ndarray, values: np.ndarray, place: Place = _FIRST) -> Callable[[], None]:
-        """``values = decode(wire)``; ``place`` is that of the encode."""
+        """``values = decode(wire)``; ``place`` is the place of the encode."""
         from qccl import _host
 
         return _host.Decode(*self._arguments(wire, values), (0, 0), (1, 0), values.size, False, *place)
@@ -131,7 +131,7 @@ def instruction_set() -> str:
 
 
 def usable_instruction_sets() -> tuple[str, ...]:
-    """All for which there are host kernels that this processor can run, best first. Raises ImportError likewise."""
+    """The instruction sets of all host kernels that this processor can run, best first. Raises ImportError likewise."""
     from qccl import _host
 
     return _host.usable_isas

@@ -39,7 +39,7 @@ class PythonCodec(Codec):
         """The ``count`` values (float32) of ``wire`` (uint8, read only)."""
 
     def kernel(self) -> Kernel:
-        """The class's name; there is no C++ type, so CUDA refuses the codec."""
+        """The name of the class in place of a C++ type, so CUDA refuses the codec."""
         return Kernel(type(self).__name__)
 
     def host(self) -> Any:
@@ -51,7 +51,7 @@ class PythonCodec(Codec):
 
 
 class _Calls:
-    """The functions that CallbackCodec calls, with addresses."""
+    """The functions that CallbackCodec calls with the addresses of its arrays."""
 
     def __init__(self, codec: PythonCodec) -> None:
         self.codec = codec
@@ -161,7 +161,7 @@ class _State:
             return total + _load(self.residual, total.size, self.residual_dtype) * factor
 
     def keep_residual(self, total: np.ndarray, received: np.ndarray) -> None:
-        """Store the new residual, which is 0 where it would not be finite."""
+        """Store the new residual, with 0 in place of values that are not finite."""
         import numpy as np
 
         if not self.residual:

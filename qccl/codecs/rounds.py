@@ -1,4 +1,4 @@
-"""A codec for each of the two rounds of an all-reduce: one for the ranks' own values, another for their sums."""
+"""Pairs of codecs for the two rounds of an all-reduce: one for the ranks' own values, the other for their sums."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class TwoRounds(Codec):
     """``first`` encodes the ranks' own values, ``second`` their sums in the second round, as in "trellis2/trellis4".
 
     A sum has more large values than each of its terms, so a sparse codec must keep more elements of it. All-reduce in
-    one or two levels has two rounds, with the algorithm "two_round". Otherwise ``first`` is used; all-gather, the
-    second half of an all-reduce, uses ``second``. As a codec by itself it is ``first``.
+    one or two levels has two rounds, with the algorithm "two_round". All-gather, the second half of an all-reduce, uses
+    ``second``. Everything else uses ``first``, also a single encode or decode.
 
-    Raises CodecError if one of them is no codec, has a decorator (which follows the pair), or is a pair itself.
+    Raises CodecError if a part is not a codec, has a decorator (which follows the pair), or is a pair itself.
     """
 
     first: Codec
@@ -52,7 +52,7 @@ class TwoRounds(Codec):
 
     @property
     def splittable(self) -> bool:
-        """Whether both codecs are."""
+        """Whether both codecs are splittable."""
         return self.first.splittable and self.second.splittable
 
     def _nbytes(self, count: int, dtype: DType) -> int:
@@ -63,13 +63,13 @@ class TwoRounds(Codec):
         return f"{self.first.spec()}/{self.second.spec()}"
 
     def kernel(self) -> Kernel:
-        """The first codec's."""
+        """The C++ type and the arguments of the first codec."""
         return self.first.kernel()
 
     def host(self) -> Any:
-        """The first codec's."""
+        """The kernel object of the first codec."""
         return self.first.host()
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
-        """The first codec's."""
+        """The error bound of the first codec."""
         return self.first.error_bound(x)

@@ -34,7 +34,7 @@ def index_nbytes(kept: int, count: int) -> int:
 
 
 class _Sparse(BucketCodec):
-    """``k`` elements of each ``block``."""
+    """A codec that keeps ``k`` elements of each ``block``."""
 
     k: float
     block: int
@@ -49,7 +49,8 @@ class _Sparse(BucketCodec):
                 f"{self.name}: k={self.k!r} is not possible; allowed are a fraction, written with a decimal point, "
                 f"above 0 up to 1.0 (all), or the number of elements to keep of each block, 1 to {self.block}"
             )
-        keep(self, "k", self.block if isinstance(k, float) and k == 1 else k)  # 1.0 == 1, which is another codec
+        # 1.0 equals 1 in Python, but keeps all elements instead of one
+        keep(self, "k", self.block if isinstance(k, float) and k == 1 else k)
 
     @property
     def bucket(self) -> int:  # type: ignore[override]
@@ -72,7 +73,7 @@ class _Sparse(BucketCodec):
 
 @dataclass(frozen=True)
 class TopK(_Sparse):
-    """The values of greatest magnitude, with their indices; of equal ones those of lower index.
+    """The values of greatest magnitude, with their indices; of equal magnitudes the values of lower index.
 
     An index takes about ``2 + log2(block / k)`` bits (Elias-Fano coding).
 

@@ -1,4 +1,4 @@
-"""All-gather: the second round of all-reduce by itself; in two levels a node sends a code to another once."""
+"""All-gather: the second round of all-reduce. In two levels a code crosses once between any two nodes."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class AllGatherSpec(PartsSpec):
 def all_gather(group: RankGroup, buffers: CallerBuffers, codec: Codec, *, chunking: ChunkPolicy = NETWORK) -> Schedule:
     """All ranks get all parts; part r, of ``buffers.counts[r]`` elements, is rank r's.
 
-    A rank keeps the decoded values of its own part, as the others get them: all hold the same bits. Each rank sends
-    size - 1 times its encoded part in one hop.
+    A rank decodes its own part, too, so that all ranks hold the same bits. Each rank sends its encoded part size - 1
+    times, in one hop.
     """
     parts = partition_as_given(buffers.counts, codec, chunking)
     encoding = Encoding(parts, codec, buffers.dtype, chunking.depth, sums=True)
@@ -77,7 +77,8 @@ def all_gather_in_levels(
     nodes: Sequence[Sequence[int]],
     chunking: ChunkPolicy = NETWORK,
 ) -> Schedule:
-    """All ranks get all parts: a rank sends its code to its node and to one rank of each other node, which forwards it.
+    """All ranks get all parts. A rank sends its code to its node and to one rank of each other node; that rank
+    forwards it.
 
     The codes are those of all_gather(), and so is the result. Each node sends its parts once to each other node.
     """

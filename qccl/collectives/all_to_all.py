@@ -24,7 +24,7 @@ __all__ = ["AllToAllSpec", "all_to_all"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllToAllSpec(CollectiveSpec):
-    """Arguments of quantized_all_to_all; ``sends`` and ``receives`` are this rank's, by peer, None if all are equal."""
+    """Arguments of quantized_all_to_all; ``sends`` and ``receives``: elements by peer, None if all are equal."""
 
     name = "all_to_all"
 
@@ -37,7 +37,7 @@ class AllToAllSpec(CollectiveSpec):
     ) -> Self:
         """See CollectiveSpec; the counts are the lengths of the parts for and from each rank."""
         if (send_counts is None) != (recv_counts is None):
-            raise ArgumentError("send_counts and recv_counts belong together; give both, or none where all are equal")
+            raise ArgumentError("send_counts and recv_counts belong together; give both, or neither if all are equal")
         sends, receives = parts_of(send_counts, "send_counts"), parts_of(recv_counts, "recv_counts")
         return cls.checked(*shared, sends=sends, receives=receives)
 
@@ -49,7 +49,7 @@ class AllToAllSpec(CollectiveSpec):
         return shown
 
     def pairs(self, rank: int, size: int) -> tuple[str, ...]:
-        """With given counts: how many elements go each way, for each pair of ranks."""
+        """The elements that go each way between this rank and each other rank, if counts were given."""
         if self.sends is None or self.receives is None:
             return ()
         return tuple(
@@ -77,11 +77,11 @@ class AllToAllSpec(CollectiveSpec):
         return CallerBuffers.exchanged(*self.lengths(rank, size), self.dtype)
 
     def order_of(self, arrays: Mapping[str, Values]) -> str:
-        """Row-major alone, because parts are ranges of elements."""
+        """Accept row-major arrays alone, because parts are ranges of elements."""
         return row_major(arrays, self.name)
 
     def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
-        """Never in place: input and output must not overlap."""
+        """Check that input and output do not overlap: the call is never in place."""
         check_disjoint([arrays["output"]], [arrays["input"]])
         return Binding(False, {name: values.address for name, values in arrays.items()})
 
@@ -99,9 +99,9 @@ def all_to_all(
     *,
     chunking: ChunkPolicy = NETWORK,
 ) -> Schedule:
-    """Rank r's part j goes to rank j, where it is part r; counts are this rank's, by peer, and may differ.
+    """Send rank r's part j to rank j, where it is part r. Counts are this rank's, by peer, and may differ.
 
-    Everything is sent once, in one hop; the own part is copied as it is.
+    Every part is sent once, in one hop; the own part is copied without being encoded.
     """
     rank = group.rank
     buffers = CallerBuffers.exchanged(send_counts, recv_counts, dtype)
@@ -111,7 +111,7 @@ def all_to_all(
     )
     send, recv = (Slots(*each, {peer: peer for peer in group.others}) for each in ((out, "send"), (back, "recv")))
 
-    # Both ranks number an element by its position in the part. The receiver's rank stands for the round, so that no
+    # Both ranks number an element by its position in the part. The receiver's rank serves as the round, so that no
     # random number is used twice.
     def first_of(encoding: Encoding, peer: int) -> int:
         return next((segment.index for segment in encoding.partition.segments(peer, 0)), 0)

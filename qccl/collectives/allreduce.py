@@ -19,8 +19,8 @@ from qccl.collectives.wire import Encoding
 
 __all__ = ["ALLREDUCE", "AllReduceSpec", "choose_allreduce", "one_shot", "shards_of", "stages_of", "two_round"]
 
-#: encoded bytes above which two ranks use two rounds. Both algorithms send as much, but one_shot encodes and decodes a
-#: fifth more elements, which costs 10 to 25% in shared memory. Measured: the two are equal at 64 KiB
+#: encoded bytes above which two ranks use two rounds. Both algorithms send the same bytes, but one_shot encodes and
+#: decodes a fifth more elements, which costs 10 to 25% in shared memory. At 64 KiB both take the same time
 _TWO_RANKS_NBYTES = 48 * 1024
 
 
@@ -47,7 +47,7 @@ class AllReduceSpec(CollectiveSpec):
 def choose_allreduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
     """The algorithm that "auto" stands for: "one_shot" if its extra bytes cost less than a second round.
 
-    Of a vector encoded in E bytes, and its sum in F, one_shot sends (size-1) E in one round and two_round
+    If a vector has E bytes encoded, and its sum F, one_shot sends (size-1) E in one round and two_round
     (size-1)/size (E + F) in two. The difference is (size-1)/size ((size-1) E - F). With two ranks and E = F it is 0,
     and one_shot costs computation only.
     """
@@ -102,10 +102,10 @@ def stages_of(
     prefix: str = "",
     round_number: int = 0,
 ) -> tuple[list[Stage], list[Round]]:
-    """The stages of an algorithm, and its rounds, the first of which encodes by ``encoding``.
+    """The stages and the rounds of an algorithm; the first round encodes by ``encoding``.
 
-    ``prefix`` begins the names of the rounds, and ``round_number`` is the first one's. If the rounds have different
-    codecs, sums are stored in the element type before they are encoded.
+    ``prefix`` begins the names of the rounds, and ``round_number`` is the number of the first round. If the rounds have
+    different codecs, sums are stored in the element type before they are encoded.
     """
     lag, scatter_name, gather_name = encoding.lag, f"{prefix}scatter", f"{prefix}gather"
     if algorithm == "one_shot":

@@ -19,7 +19,7 @@ from qccl.collectives.wire import Encoding, Slots, exchange
 
 __all__ = ["BroadcastSpec", "broadcast"]
 
-#: bytes of a chunk, about
+#: approximate bytes of a chunk
 _CHUNK_NBYTES = 96 * 1024
 
 
@@ -34,10 +34,10 @@ class BroadcastSpec(CollectiveSpec):
     algorithm: str = "auto"
 
     def choose(self, size: int) -> str:
-        """By the bytes that pass before the last rank has everything.
+        """Choose by the bytes that pass one after the other before the last rank has everything.
 
         In a binomial tree the encoded vector is sent log2(size) times, one after the other; in a chain it is sent once,
-        and then a chunk of it size - 2 times. Each hop adds the bytes that a link carries in its time.
+        and then a chunk of it size - 2 times. A hop counts as the bytes that a link carries in the hop's time.
         """
         nbytes, depth = self.codec.encoded_nbytes(self.count, self.dtype), (size - 1).bit_length()
         chunk = min(nbytes, _CHUNK_NBYTES)
@@ -72,13 +72,13 @@ def broadcast(
 
     The root keeps the values that the others decode, so that all hold the same bits. In a chain each rank sends the
     encoded vector at most once, and the last one has it size - 1 hops of a chunk later; in a tree the root sends it
-    log2(size) times, in as many hops. Only the root may have an "input".
+    log2(size) times, in log2(size) hops. Only the root may have an "input".
     """
     encoding = Encoding(partition(buffers.counts, 1, (codec,), chunking), codec, buffers.dtype, chunking.depth)
     if group.size == 1 or not any(buffers.counts):
         return assemble(tree, group, buffers, alone(buffers, codec))
     parent, children = _family(group, root, tree)
-    slots = Slots(encoding, "relay", {root: 0}, least_depth=2)  # one is received while another is passed on
+    slots = Slots(encoding, "relay", {root: 0}, least_depth=2)  # a chunk is received while another one is sent
     chunks = encoding.partition.chunks
 
     def relay(k: int) -> Iterator[Op]:

@@ -1,4 +1,4 @@
-"""All-reduce of many arrays in one call: the algorithms of all-reduce, on the arrays as one vector."""
+"""All-reduce of many arrays in one call: the algorithms of all-reduce, with the arrays joined to one vector."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class CoalescedSpec(_ManyArrays, AllReduceSpec):
 
     def _shown(self) -> dict[str, Any]:
         shown = AllReduceSpec._shown(self)
-        last = {name: shown.pop(name) for name in ("op", "algorithm")}  # saved state belongs to the text in this order
+        last = {name: shown.pop(name) for name in ("op", "algorithm")}  # the order of fields in saved state's text
         return shown | last
 
 

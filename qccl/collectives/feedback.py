@@ -1,4 +1,4 @@
-"""Error feedback and momentum: gives state to the operations of a schedule that name stateful codecs.
+"""Gives state to the operations of a schedule that name codecs with error feedback or momentum.
 
 A round that encodes with a codec such as "onebit+ef" names it in its operations. Here each of these becomes an
 operation of the plain codec with a State, whose buffers hold one value per element of the caller's array. A rank
@@ -64,9 +64,9 @@ def with_feedback(schedule: Schedule, guard: Iterable[str], spans_guarded: Itera
 
 
 def sums_of(schedule: Schedule) -> list[tuple[str, int, int]]:
-    """The parts (buffer, start, stop) of residuals that are not of this rank's own values.
+    """The parts (buffer, start, stop) of residuals that do not belong to this rank's own values.
 
-    They are those of the sums that it owns, or stay zero because it does not encode these elements.
+    They belong to sums that the rank owns, or stay zero because the rank does not encode these elements.
     """
     own, parts = [each[:3] for each in encoded_parts(schedule) if not each[3]], []
     for name in residuals_of(schedule):
@@ -79,7 +79,7 @@ def sums_of(schedule: Schedule) -> list[tuple[str, int, int]]:
 
 
 def encoded_parts(schedule: Schedule) -> list[tuple[str, int, int, bool]]:
-    """The parts (buffer, start, stop) of residuals that this rank uses, and whether they are of sums that it owns."""
+    """The parts (buffer, start, stop) of residuals that this rank uses, and whether each belongs to a sum."""
     found = []
     for sums in (False, True):
         states = (op for op in schedule.ops if isinstance(op, Reduce) and op.state and op.state.sums == sums)
@@ -94,7 +94,7 @@ def residuals_of(schedule: Schedule) -> list[str]:
 
 
 def _with_state(op: Op, buffers: Mapping[str, Buffer], sums: Collection[Span | None]) -> Op:
-    """The operation with the plain codec, and with its part of the state if it reads own values, or ``sums``."""
+    """The operation with the plain codec, and with its part of the state if it reads own values or ``sums``."""
     match op:
         case Encode(codec, src, wire, index, round_) if codec.state_names:
             state = _state(src, buffers[src.buffer], codec, encodes=True)
@@ -125,7 +125,7 @@ def _state_buffer(old: Span, dtype: DType) -> StateBuffer:
 
 
 def _used(ops: Iterable[Op], kind: str) -> Iterator[tuple[Span, Span]]:
-    """The spans of one kind of state that operations use, each with the own values that it belongs to."""
+    """The spans of one kind of state that operations use, each with the own values to which it belongs."""
     for op in ops:
         if isinstance(op, Reduce) and op.own is not None and op.state is not None:
             each: StateBuffer | None = getattr(op.state, kind)
@@ -134,7 +134,7 @@ def _used(ops: Iterable[Op], kind: str) -> Iterator[tuple[Span, Span]]:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Disjoint spans in order, with those that touch each other as one."""
+    """Disjoint spans in order; neighbours without a gap are joined."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda span: (span.buffer, span.start)):
         if found and (found[-1].buffer, found[-1].stop) == (span.buffer, span.start):

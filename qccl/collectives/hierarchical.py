@@ -1,4 +1,4 @@
-"""All-reduce in two levels: a codec between nodes, and another one, or none, inside them."""
+"""All-reduce in two levels, with one codec between nodes, and another one or none inside them."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _INTRA = {"float16": "cast:dtype=float16", "bfloat16": "cast:dtype=bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """How the work is divided in two levels.
+    """The division of the work in two levels.
 
     Attributes:
         nodes: the ranks of each node; the first ``parts`` of them own parts 0, 1, ... of the vector.
-        parts: with one part, the first rank of each node is its leader, as in ByteGrad. With as many as the smallest
-            node has ranks, as many network cards are busy at the same time.
+        parts: number of parts. With one, the first rank of each node is its leader, as in ByteGrad. With one for each
+            rank of the smallest node, that many network cards work at the same time.
         algorithm: between nodes, "one_shot" or "two_round".
         intra: encodes the values inside nodes.
     """
@@ -123,7 +123,7 @@ class HierarchicalSpec(CollectiveSpec):
         return shown
 
     def state_owner(self, algorithm: str) -> str:
-        """With the algorithm between nodes; ``algorithm`` is the schedule's name."""
+        """Add the algorithm between nodes; ``algorithm`` is the schedule's name."""
         return CollectiveSpec.state_owner(self, self.levels().algorithm)
 
     def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
@@ -136,7 +136,7 @@ class HierarchicalSpec(CollectiveSpec):
         return CollectiveSpec.buffers(self, rank, size, in_place=in_place)
 
     def choose(self, size: int) -> str:
-        """The algorithm between nodes. Two nodes send the same bytes either way, and one_shot quantises once."""
+        """Choose the algorithm between nodes. Two nodes send the same bytes with both, and one_shot quantises once."""
         nodes = ranks_by_node(self.node_ids)
         part = -(-self.count // self._parts(nodes))
         return "one_shot" if len(nodes) <= 2 else choose_allreduce(part, len(nodes), self.dtype, self.codec)
@@ -159,7 +159,7 @@ class HierarchicalSpec(CollectiveSpec):
 
 
 def intra_of(intra: CodecLike, dtype: DType) -> Codec:
-    """The codec inside nodes: any that keeps no state and draws no random numbers, also by the name of a narrower type.
+    """The codec inside nodes. It keeps no state and draws no random numbers; ``intra`` may name a narrower type.
 
     The owners of a part, one in each node, encode the same result. With random numbers, which depend on the rank, the
     ranks of different nodes would get different bits.
@@ -197,7 +197,7 @@ def hierarchical(
     compression, "Design Overview" (two levels).
 
     ``codec`` encodes the values between nodes, in one or two rounds as in all-reduce; there it has its residuals. Its
-    momentum is that of each rank's own values. "output" holds the sums of the node until the sums of all ranks replace
+    momentum belongs to each rank's own values. "output" holds the sums of the node until the sums of all ranks replace
     them.
     """
     if group.size == 1 or not any(buffers.counts):
@@ -217,7 +217,7 @@ def hierarchical(
     stages: list[Stage] = []
     last: list[Stage] = []
     rounds: list[Round | Slots] = []
-    lag = 0  # of the stages that follow
+    lag = 0  # of the next stages, which wait for those before
     scatter = ScatterReduce(node, up, buffers.source, name="up")
     gather = AllGatherRound(node, down, name="down", round_number=3)
     if node.size > 1:
@@ -246,5 +246,5 @@ def hierarchical(
 
 
 def by_level(codec: Codec, intra: Codec) -> tuple[Codec, Codec]:
-    """The codecs between nodes and inside a node of several ranks, where own values, with momentum, are encoded."""
+    """The codecs between and inside nodes; momentum moves to the codec that encodes a rank's own values."""
     return (codec.codec, replace(codec, codec=intra)) if isinstance(codec, Momentum) else (codec, intra)

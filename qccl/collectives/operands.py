@@ -32,7 +32,7 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """Number of its ranks."""
+        """Number of ranks in the group."""
         return len(self.ranks)
 
     @property
@@ -52,7 +52,7 @@ class RankGroup:
 
 
 def ranks_by_node(node_ids: Sequence[int]) -> list[list[int]]:
-    """The ranks of each node, in the order of the nodes' first ranks; ``node_ids`` has the number of each rank's."""
+    """The ranks of each node, in the order of the nodes' first ranks; ``node_ids``: the number of each rank's node."""
     found: dict[int, list[int]] = {}
     for rank, node in enumerate(node_ids):
         found.setdefault(node, []).append(rank)
@@ -60,10 +60,10 @@ def ranks_by_node(node_ids: Sequence[int]) -> list[list[int]]:
 
 
 class Nodes:
-    """The nodes as one rank sees them: ``mine`` has its node's ranks, ``others`` those of each other node.
+    """The nodes as one rank sees them: ``mine`` has the ranks of its node, ``others`` the ranks of each other node.
 
-    Rank ``j`` of a node stands for it towards the ranks ``j``, ``j + L``, ... of every other node, where ``L`` is the
-    number of its own ranks; so nodes may differ in size.
+    Rank ``j`` of a node represents it towards the ranks ``j``, ``j + L``, ... of every other node, where ``L`` is the
+    number of ranks of the node; so nodes may differ in size.
     """
 
     def __init__(self, rank: int, nodes: Sequence[Sequence[int]]) -> None:
@@ -103,7 +103,7 @@ SUM = Combine()
 
 
 class Places(Protocol):
-    """Where the elements of a vector are: Arrays, or memory of the schedule."""
+    """The memory of a vector: Arrays, or buffers of the schedule."""
 
     def span(self, segment: Segment) -> Span:
         """The elements of a segment."""
@@ -126,12 +126,12 @@ class CallerBuffers:
     """The caller's arrays, as buffers of a schedule.
 
     Attributes:
-        dtype: their element type.
-        counts: elements of each array; in reduce-scatter and all-gather, of each rank's part of the vector.
+        dtype: the element type of all arrays.
+        counts: elements of each array; in reduce-scatter and all-gather, elements of each rank's part.
         source: the values that the collective reads.
-        target: where it writes the result; the same as ``source`` in place.
+        target: the memory of the result; the same as ``source`` in place.
         declared: the buffers by name.
-        guard: the buffers that must be finite for a call to change state; none means those of ``target``.
+        guard: the buffers that must be finite for a call to change state; empty: the buffers of ``target``.
     """
 
     dtype: DType
@@ -150,7 +150,7 @@ class CallerBuffers:
     def alike(
         counts: Sequence[int], dtype: DType, *, in_place: bool = False, numbered: bool = False, result: bool = True
     ) -> CallerBuffers:
-        """Inputs and outputs of the same lengths: "output" alone in place, otherwise "input" as well.
+        """Inputs and outputs of the same lengths: "output", and "input" unless the call is in place.
 
         ``numbered``: the buffers are "output 0", "output 1", and so on. Without ``result`` there is only "input".
         """

@@ -1,4 +1,4 @@
-"""How a vector is divided into parts (one for each rank, or more) and chunks (the unit of the pipeline)."""
+"""Divides a vector into parts (one for each rank, or more) and chunks (the unit of the pipeline)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from qccl.collectives.chunks import NETWORK, ChunkPolicy
 
 __all__ = ["HOP_NBYTES", "Partition", "Segment", "partition", "partition_as_given"]
 
-#: bytes that a link carries in the time of one more hop: 20 us at 10 Gbit/s, 5 us at 5 GB/s of shared memory
+#: bytes that a link carries in the time of one hop: 20 us at 10 Gbit/s, 5 us at 5 GB/s of shared memory
 HOP_NBYTES = 24 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements ``start`` to ``stop`` of an array; ``index`` is the number of the first in the whole vector."""
+    """Elements ``start`` to ``stop`` of an array; ``index`` is the number of the first element in the whole vector."""
 
     array: int
     start: int
@@ -49,8 +49,8 @@ class Partition:
     Attributes:
         ranges: array, first element and number of elements of each range.
         bounds: the first granule of each shard, and the end.
-        chunks_of: chunks of each shard; beyond these its chunks are empty.
-        ramp: chunks grow evenly to so many times the size of the first, and shrink again likewise; 1: they are equal.
+        chunks_of: number of chunks of each shard; later chunks are empty.
+        ramp: ratio of the largest chunk, in the middle, to the first and last one; 1: all are equal.
         groups: the shards of each part, possibly none; None if every shard is a part.
     """
 
@@ -62,12 +62,12 @@ class Partition:
     groups: Sequence[Sequence[int]] | None = None
 
     def grouped(self, groups: Sequence[Sequence[int]]) -> Partition:
-        """The same chunks with other parts, each of some shards."""
+        """The same chunks with other parts, each made of some shards."""
         return replace(self, groups=groups)
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of the shard that has most."""
+        """The largest number of chunks of a shard."""
         return max(self.chunks_of)
 
     @property
@@ -82,7 +82,7 @@ class Partition:
         return tuple(segment for shard in self.groups[part] for segment in self._segments(shard, k))
 
     def _segments(self, shard: int, k: int) -> Iterator[Segment]:
-        """One segment for each array that the chunk has elements of."""
+        """The segments of a chunk, one for each of its arrays."""
         first, chunks, start = self.bounds[shard], self.chunks_of[shard], 0
         if k >= chunks:
             return
@@ -108,10 +108,10 @@ def partition(
     *,
     ramped: bool = False,
 ) -> Partition:
-    """Arrays as one vector, in parts as equal as possible; arrays share messages, but no buckets.
+    """Join arrays to one vector, in parts as equal as possible; arrays share messages, but no buckets.
 
-    Parts are divided at buckets of all ``codecs``, and the last one sets the chunks; if one cannot be split, there is
-    one chunk. ``ramped``: chunks grow and shrink where the policy says so.
+    Parts are divided at buckets of all ``codecs``, and the last codec sets the chunks; if a codec cannot be split,
+    there is one chunk. ``ramped``: chunks grow and shrink if the policy says so.
     """
     granule, last, ramp = math.lcm(*[codec.granule for codec in codecs]), codecs[-1], 1
     granules = sum([-(-count // granule) for count in counts])
@@ -134,7 +134,7 @@ def partition_as_given(
 ) -> Partition:
     """One array, whose parts have ``counts`` elements, each with buckets of its own.
 
-    Parts are divided at multiples of ``granule``, which is a multiple of the codec's (None: that itself).
+    Parts are divided at multiples of ``granule``, which is a multiple of the codec's granule (None: the codec's).
     """
     granule = granule or codec.granule
     granules = [-(-count // granule) for count in counts]

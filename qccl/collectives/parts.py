@@ -1,4 +1,4 @@
-"""Parts of a vector, one for each rank: their lengths, and the order that their arrays must have."""
+"""The lengths of a vector's parts, one for each rank, and the order that their arrays must have."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PartsSpec(CollectiveSpec):
         return self.parts
 
     def order_of(self, arrays: Mapping[str, Values]) -> str:
-        """Row-major alone, because parts are ranges of elements."""
+        """Accept row-major arrays alone, because parts are ranges of elements."""
         return row_major(arrays, self.name)
 
 

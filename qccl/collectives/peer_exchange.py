@@ -62,11 +62,11 @@ class PeerExchangeSpec(CollectiveSpec):
         return shown
 
     def state_owner(self, algorithm: str) -> str:
-        """With the receivers, because the residual is what these ranks lack."""
+        """Add the receivers, because the residual is what these ranks still lack."""
         return f"{CollectiveSpec.state_owner(self, algorithm)} to {list(self.send_to)}, applied={self.applied}"
 
     def pairs(self, rank: int, size: int) -> tuple[str, ...]:
-        """Which of the two sends to the other."""
+        """For each pair of ranks, the directions in which codes go."""
 
         def edges(peer: int) -> str:
             sends = {rank: peer in self.send_to, peer: peer in self.receive_from}
@@ -90,7 +90,7 @@ class PeerExchangeSpec(CollectiveSpec):
         return peer_buffers(self.count, self.dtype, self.receive_from, applied=self.applied)
 
     def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
-        """Never in place: the arrays that are added to must not overlap ``z`` or each other."""
+        """Check that the arrays to which codes are added do not overlap ``z`` or each other."""
         check_disjoint([values for name, values in arrays.items() if name != "input"], [arrays["input"]])
         return Binding(False, {name: values.address for name, values in arrays.items()})
 
@@ -124,8 +124,8 @@ def peer_exchange(
 ) -> Schedule:
     """Encode "input" once, add the code to "applied", send it to some ranks, and add received codes to "replica j".
 
-    There is one hop. Each rank sends the encoded vector to each of ``send_to``, whatever the number of ranks. A rank's
-    "applied" and its replicas elsewhere get the same code added: if they were equal to the bit, they still are.
+    Each rank sends the encoded vector to each of ``send_to``, in one hop. A rank's "applied" and its replicas on other
+    ranks get the same code added, so replicas that had equal bits keep equal bits.
     """
     applied = "applied" in buffers.declared
     encoding = Encoding(partition(buffers.counts, 1, (codec,), chunking), codec, buffers.dtype, chunking.depth)

@@ -1,4 +1,4 @@
-"""Reduce: as all-reduce, but one rank alone gets the result."""
+"""Reduce: an all-reduce whose result only one rank gets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ReduceSpec(CollectiveSpec):
     algorithm: str = "auto"
 
     def choose(self, size: int) -> str:
-        """By the bytes that the root receives: (size-1) E in one_shot, and 2 (size-1)/size E in two_round.
+        """Choose by the bytes that the root receives: (size-1) E in one_shot, and 2 (size-1)/size E in two_round.
 
         two_round takes one more hop. With two ranks one_shot is never worse.
         """
@@ -66,12 +66,12 @@ def reduce(
     """The schedule of an algorithm.
 
     "one_shot": each rank sends the root its encoded vector, and the root combines the codes and its own values. There
-    is one hop, in which the root receives size - 1 encoded vectors. An element is quantised once, the root's own one
-    not.
+    is one hop, in which the root receives size - 1 encoded vectors. The root's values are not quantised, all others
+    once.
 
     "two_round": scatter-reduce, after which every rank sends its shard of the sum to the root. The first codec of a
     pair encodes both rounds: owners have no memory for a sum that is not encoded. Each rank sends one encoded vector in
-    all, and the root receives 2 (size-1)/size of one. An element is quantised twice, but in the root's shard once.
+    all, and the root receives 2 (size-1)/size of one. Elements are quantised twice, those of the root's shard once.
     """
     parts = partition(buffers.counts, shards_of(algorithm, group.size), (codec,), chunking)
     encoding = Encoding(parts, codec, buffers.dtype, chunking.depth)

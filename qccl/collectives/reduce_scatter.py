@@ -1,4 +1,4 @@
-"""Reduce-scatter: the first round of all-reduce by itself; in two levels a node sends a part's sum to another once."""
+"""Reduce-scatter: the first round of all-reduce. In two levels a node sends another node the sum of a part once."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def reduce_scatter(
 ) -> Schedule:
     """Rank r gets part r, of ``buffers.counts[r]`` elements, combined from all ranks.
 
-    Each rank sends (size-1)/size of the encoded vector in one hop; an element is quantised once, the own one not.
+    Each rank sends (size-1)/size of the encoded vector in one hop. Own values are not quantised, all others once.
     """
     encoding = Encoding(partition_as_given(buffers.counts, codec, chunking), codec, buffers.dtype, chunking.depth)
     if group.size == 1:
@@ -94,7 +94,7 @@ def reduce_scatter_in_levels(
     """Rank r gets part r: each node sums exact values, and one of its ranks sends the encoded sum to rank r.
 
     Each node sends the parts of all other nodes' ranks once, in the second of two hops. The sums of nodes are rounded
-    to the element type. The error is that of the codes of all nodes' sums but the own one.
+    to the element type. Each node's sum is quantised once, the sum of the own node not.
 
     A codec with error feedback has the residuals of the sums that the rank encodes. The sums are then kept as a whole,
     because residuals belong to elements of a buffer; otherwise they are kept for ``chunking.depth`` chunks.
@@ -128,7 +128,7 @@ def reduce_scatter_in_levels(
 
 
 class _Sums:
-    """Where the sums of a node are: of the own part in the target, of parts for other nodes in the buffer "sums".
+    """The memory of a node's sums: the target for the own part, the buffer "sums" for parts of other nodes.
 
     Attributes:
         guarded: the sums that must be finite for residuals to change.
@@ -145,7 +145,7 @@ class _Sums:
             self._size = starts[-1] if self._places else 0
             self.guarded = [Span("sums", starts[part], starts[part + 1]) for part in partners if buffers.counts[part]]
             return
-        # a slot has as many elements as its alignment has bytes, which is enough
+        # slots are padded to ALIGNMENT elements, so their bytes are aligned for any element type
         slots = [[-(-len(segment) // ALIGNMENT) * ALIGNMENT for segment in row] for row in rows]
         longest, depth = max(map(sum, slots)), min(encoding.depth, len(rows))
         self._size, self._places = longest * depth, {}
@@ -154,7 +154,7 @@ class _Sums:
             self._places |= {segment.start: place for segment, place in zip(row, places, strict=False)}
 
     def buffers(self) -> dict[str, Buffer]:
-        """The buffer of the sums for other nodes, if there are some."""
+        """The buffer of the sums for other nodes, if there are other nodes."""
         return {"sums": Buffer(self._size, self._dtype, Role.WORK)} if self._size else {}
 
     def span(self, segment: Segment) -> Span:

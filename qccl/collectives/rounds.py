@@ -1,4 +1,4 @@
-"""The rounds that collectives are made of, chunk by chunk: scatter-reduce and all-gather.
+"""The rounds of collectives, chunk by chunk: scatter-reduce and all-gather.
 
 A round has a method for each stage of the pipeline; the method yields the operations of one chunk. A round runs in a
 group of ranks: rank ``i`` of the group owns part ``i`` of the round's partition. If the partition has fewer parts than
@@ -19,7 +19,7 @@ from qccl.collectives.wire import Encoding, Slots, exchange
 __all__ = ["AllGatherRound", "Round", "ScatterReduce", "Stage", "alone", "assemble", "copy_values", "decode_chunk"]
 __all__ += ["decode_row", "encode_chunk", "encode_row", "pipeline"]
 
-#: a stage of a pipeline: its lag, and what makes the operations of a chunk
+#: a stage of a pipeline: its lag, and the function that makes the operations of a chunk
 Stage = tuple[int, Callable[[int], Iterator[Op]]]
 
 
@@ -51,7 +51,7 @@ class ScatterReduce(Round):
         owners: Mapping[int, int] | None = None,
         senders: Sequence[int] | None = None,
     ) -> None:
-        """``owners``: the part of each rank to which this one sends, and its own (None: group.owners()).
+        """``owners``: the part of each rank to which this rank sends, and its own part (None: group.owners()).
 
         ``senders``: the other ranks of the group, in the order of their slots (None: group.others).
         """
@@ -109,9 +109,9 @@ class AllGatherRound(Round):
         owners: Mapping[int, int] | None = None,
         receivers: Sequence[int] | None = None,
     ) -> None:
-        """``owners``: the parts of the ranks whose wires this one makes and receives (None: group.owners()).
+        """``owners``: the part of each rank whose wire this rank makes or receives (None: group.owners()).
 
-        ``receivers``: of the own wire (None: group.others). ``round_number``: the round in which the wires are made.
+        ``receivers``: the ranks that get the own wire (None: group.others). ``round_number``: the round of the wires.
         """
         self.encoding, self._round, self._ranks = encoding, round_number, group.ranks
         owners = group.owners(encoding.partition.parts) if owners is None else owners
@@ -121,7 +121,7 @@ class AllGatherRound(Round):
         self._recv = Slots(encoding, f"{name}.recv", {owner: owners[owner] for owner in owners if owner not in own})
 
     def wire(self, k: int) -> Span:
-        """The slot of the own wire of chunk ``k``, from which it is sent."""
+        """The slot from which the own wire of chunk ``k`` is sent."""
         return self._send.wire(k)
 
     def received(self, k: int) -> dict[int, Span]:
@@ -133,7 +133,7 @@ class AllGatherRound(Round):
         yield from encode_row(self._send, k, source, self._round, keep)
 
     def exchange(self, k: int) -> Iterator[Op]:
-        """Send the own wire of chunk ``k`` to all, and receive theirs."""
+        """Send the own wire of chunk ``k`` to the receivers, and receive the owners' wires."""
         sends = {peer: wire for wire in self._send.wires(k).values() for peer in self._receivers}
         yield from exchange(sends, self._recv.wires(k))
 
@@ -142,11 +142,16 @@ class AllGatherRound(Round):
         yield from decode_row(self._recv, k, target, self._round)
 
     def reduce(self, k: int, combine: Combine, target: Arrays) -> Iterator[Op]:
-        """If all own the same part: combine all wires of chunk ``k``, the own one too, in the group's order."""
+        """Combine all wires of chunk ``k``, the own one included, in the group's order; all ranks own the same part."""
         found = self._recv.wires(k) | self._send.wires(k)
         for segment, spans in self.encoding.segments(0, k, *(found[rank] for rank in self._ranks)):
             yield Reduce(
-                *(self.encoding.codec, tuple(spans), None, 0, None, target.span(segment)),
+                self.encoding.codec,
+                srcs=tuple(spans),
+                own=None,
+                own_index=0,
+                wire=None,
+                out=target.span(segment),
                 op=combine.op,
                 scale=combine.scale,
                 index=segment.index,
@@ -212,7 +217,7 @@ def decode_row(slots: Slots, k: int, target: Arrays, round_number: int = 0) -> I
 
 
 def alone(buffers: CallerBuffers, codec: Codec, combine: Combine = SUM) -> Iterator[Op]:
-    """The operations of a rank without peers: exact copies, with momentum, if there is anything to change."""
+    """The operations of a rank without peers: exact copies, with momentum; none if the copy would change nothing."""
     if buffers.source != buffers.target or combine.scale != 1.0 or "momentum" in codec.state_names:
         for source, target, count in zip(buffers.source.names, buffers.target.names, buffers.counts, strict=True):
             if count:
@@ -220,7 +225,7 @@ def alone(buffers: CallerBuffers, codec: Codec, combine: Combine = SUM) -> Itera
 
 
 def copy_values(codec: Codec, source: Span, target: Span, combine: Combine = SUM) -> Op:
-    """Copy values, times the scale; they are not encoded (of ``codec`` only the momentum counts)."""
+    """Copy values times the scale, without encoding them; ``codec`` only adds its momentum."""
     return Reduce(codec, (), source, 0, None, target, combine.op, combine.scale)
 
 
@@ -239,7 +244,7 @@ def pipeline(chunks: int, *stages: Stage) -> tuple[Op, ...]:
 
 
 class _HasBuffers(Protocol):
-    """A round, or Slots."""
+    """An object with wire buffers: a round, or Slots."""
 
     def buffers(self) -> dict[str, Buffer]: ...
 
@@ -252,9 +257,9 @@ def assemble(
     *wires: _HasBuffers,
     guarded: Sequence[Span] = (),
 ) -> Schedule:
-    """The schedule of ``ops``, with the caller's buffers, those of ``wires``, and the state of stateful codecs.
+    """The schedule of ``ops``, with the caller's buffers, the buffers of ``wires``, and the state of stateful codecs.
 
-    State changes if the caller's buffers and the ``guarded`` spans are finite.
+    A call changes the state only if the caller's buffers and the ``guarded`` spans are finite at its end.
     """
     buffers = dict(caller.declared)
     for each in wires:

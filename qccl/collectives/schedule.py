@@ -39,7 +39,7 @@ __all__ += [
 
 
 class VerificationError(QcclError):
-    """The schedules are wrong.
+    """The schedules do not compute what they should, or cannot end.
 
     Attributes:
         rank: the rank whose schedule is wrong.
@@ -75,7 +75,7 @@ class Role(Enum):
 class Buffer:
     """A named piece of memory: ``size`` elements of ``dtype``; ``dtype=None`` means bytes (a wire buffer).
 
-    ``index`` is that of the caller's array, where a call has several, or the rank whose replica it is. A buffer's name
+    ``index`` is the number of the caller's array if a call has several, or the rank of a replica. A buffer's name
     identifies it in a schedule, and says nothing else. ``itemsize`` is the bytes of an element; 1 for a wire buffer.
     """
 
@@ -133,7 +133,7 @@ class Encode:
 class Decode:
     """``dst = decode(wire)``, or ``dst += decode(wire)``.
 
-    ``index``, ``round`` and ``rank`` are those of the Encode or Reduce that made the wire. From them some codecs derive
+    ``index``, ``round`` and ``rank`` are those of the Encode or Reduce that made the wire. Some codecs derive from them
     which elements a wire contains.
     """
 
@@ -164,7 +164,7 @@ class State:
         momentum: the running sum of the own values, in float32.
         mu: the factor of the running sum from one call to the next.
         beta: the factor of the residual from one call to the next.
-        sums: the residual is that of sums that the rank owns, not of its own values.
+        sums: the residual belongs to sums that the rank owns, not to its own values.
     """
 
     residual: StateBuffer | None = None
@@ -209,8 +209,8 @@ class Reduce:
 class Commit:
     """If all of ``guard`` is finite, copy each ``new`` to its ``old``; otherwise do nothing.
 
-    It is the last operation. It waits for all others, transfers included, and on the host until this rank has sent its
-    headers. So an error that ends a run there leaves the state as it was.
+    It is the last operation, and waits for all others, transfers included. On the host it also waits until this rank
+    has sent its headers, so that an error that ends a run leaves the state as it was.
     """
 
     guard: tuple[Span, ...]
@@ -296,13 +296,13 @@ class Task:
         return Queue.COMM if isinstance(self.op, Exchange) else Queue.COMPUTE
 
     def reads(self) -> tuple[Span, ...]:
-        """The spans that it reads: of a send its slot, and its source if it has one; of a receive none."""
+        """The spans that the task reads: a send reads its slot, and its source if it has one; a receive nothing."""
         if self.transfer is not None:
             return _present((self.transfer.span, self.source)) if self.is_send else ()
         return reads(self.op)
 
     def writes(self) -> tuple[Span, ...]:
-        """The spans that it writes: of a receive its slot, of a send none."""
+        """The spans that the task writes: a receive writes its slot, a send nothing."""
         if self.transfer is not None:
             return () if self.is_send else (self.transfer.span,)
         return writes(self.op)
@@ -313,7 +313,7 @@ def _present(spans: Iterable[Span | None]) -> tuple[Span, ...]:
 
 
 def state_buffers(state: State | None) -> tuple[StateBuffer, ...]:
-    """The residual and the momentum of an operation, as far as it has them."""
+    """The residual and the momentum of an operation, if it has them."""
     return () if state is None else tuple(each for each in (state.residual, state.momentum) if each is not None)
 
 

@@ -1,6 +1,6 @@
-"""The ways to make a call, and whether it runs in two levels because that sends less between nodes; also in words.
+"""Decides, and explains, whether a call runs in two levels because that sends less between nodes.
 
-Without it, each rank sends each other rank its codes. If several ranks share a node, the same sums then cross the link
+In one level each rank sends each other rank its codes. If several ranks share a node, the same sums then cross the link
 between nodes several times: ``L`` ranks on each of ``m`` nodes send 2 L (m-1)/m E from each node in an all-reduce of
 ``E`` encoded bytes, and in two levels 2 (m-1)/m E.
 """
@@ -26,7 +26,7 @@ from qccl.collectives.spec import CollectiveSpec
 
 __all__ = ["Cost", "costs", "crossing_nbytes", "explain", "for_nodes", "ways"]
 
-#: names of ways to make a call that are no algorithm's
+#: names of the ways to make a call that have no algorithm's name
 _ONE_LEVEL, _TWO_LEVELS = "one level", "two levels"
 
 
@@ -35,8 +35,8 @@ class Cost:
     """The amounts by which one of two schedules of a call is chosen.
 
     Attributes:
-        nbytes: encoded bytes that the node sends to others that sends most.
-        hops: transfers, one after the other, of which the first chunk's way consists.
+        nbytes: encoded bytes sent to other nodes by the node that sends most.
+        hops: transfers, one after the other, of the first chunk.
     """
 
     nbytes: int
@@ -44,7 +44,7 @@ class Cost:
 
     @property
     def total(self) -> int:
-        """In bytes on the link between nodes."""
+        """The cost in bytes on the link between nodes."""
         return self.nbytes + self.hops * HOP_NBYTES
 
 
@@ -61,10 +61,10 @@ def for_nodes(spec: CollectiveSpec, node_ids: Sequence[int]) -> CollectiveSpec:
 
 
 def ways(spec: CollectiveSpec, node_ids: Sequence[int]) -> dict[str, CollectiveSpec]:
-    """How ranks on these nodes can make the call of ``spec``, by name: the one way that it names, or all.
+    """The ways in which ranks on these nodes can make the call of ``spec``, by name: the one that it names, or all.
 
-    Empty for a collective whose calls have nothing that "auto" could compare: all_to_all, hierarchical_allreduce and
-    peer_exchange. The first way of those that are equally fast is to be preferred.
+    Empty for collectives with nothing that "auto" could compare: all_to_all, hierarchical_allreduce and peer_exchange.
+    If ways are equally fast, the first one is preferred.
     """
     is_mixed = 1 < len(ranks_by_node(node_ids)) < len(node_ids)
     if isinstance(spec, ReduceScatterSpec | AllGatherSpec):
@@ -93,8 +93,8 @@ def _in_levels(spec: CollectiveSpec, nodes: tuple[int, ...]) -> CollectiveSpec:
 def costs(spec: CollectiveSpec, node_ids: Sequence[int]) -> tuple[Cost, Cost] | None:
     """The cost of a call in one level, and in two; None if there is nothing to choose.
 
-    By formulas: a first call has no time to make the schedules of a node's ranks, whose bytes
-    Schedule.moved_nbytes() counts.
+    Formulas give the bytes that Schedule.moved_nbytes() would count, because a first call has no time to make the
+    schedules of a node's ranks.
     """
     nodes, size = ranks_by_node(node_ids), len(node_ids)
     if not 1 < len(nodes) < size:
@@ -122,7 +122,7 @@ def _of_allreduce(algorithm: str, nodes: Sequence[Sequence[int]], first: int, se
 
 
 def _busiest(nodes: Sequence[Sequence[int]], scattered: Sequence[int], gathered: Sequence[int]) -> int:
-    """Bytes that the node sends to others that sends most.
+    """Bytes sent to other nodes by the node that sends most.
 
     Each rank sends ``scattered[r]`` bytes to every rank ``r`` of other nodes, and ``r`` sends ``gathered[r]`` to it.
     """
@@ -136,7 +136,7 @@ def _busiest(nodes: Sequence[Sequence[int]], scattered: Sequence[int], gathered:
 
 
 def crossing_nbytes(spec: CollectiveSpec, node_ids: Sequence[int]) -> int:
-    """Bytes that the node of rank 0 sends to others, or receives if these are more; rank 0 alone if all share a node.
+    """Bytes that the node of rank 0 sends to others or receives, whichever is more; of rank 0 if all share a node.
 
     No other node moves more if the parts of the vector are equal and rank 0 is the root.
     """
@@ -156,11 +156,11 @@ def _schedules(
 def explain(
     asked: CollectiveSpec, spec: CollectiveSpec, node_ids: Sequence[int], rank: int, chunking: ChunkPolicy, reason: str
 ) -> str:
-    """In words: the algorithm and the reason, the chunks, and the bytes between nodes.
+    """Explain a call in words: the algorithm and the reason, the chunks, and the bytes between nodes.
 
-    ``asked`` is the call as the program made it, ``spec`` is how the ranks make it, ``node_ids`` has the number of each
-    rank's node, and ``rank`` is the one whose chunks and whose node's bytes are meant. ``reason`` is why ``spec`` was
-    chosen; empty: by the rule of for_nodes().
+    ``asked``: the call as the program made it; ``spec``: as the ranks make it; ``node_ids``: the number of each rank's
+    node; ``rank``: the rank whose chunks and whose node's bytes are told. ``reason``: why ``spec`` was chosen; empty:
+    by the rule of for_nodes().
     """
     schedules = _schedules(spec, node_ids, rank, chunking)
     sent = sum(schedule.moved_nbytes(node_ids)[0] for schedule in schedules.values())

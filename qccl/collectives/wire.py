@@ -1,4 +1,4 @@
-"""Chunks as codes on the wire: how many bytes each has, and which slot of the workspace holds it."""
+"""Chunks as codes on the wire: the bytes of each, and the slot of the workspace that holds it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SEGMENT_ALIGNMENT = 16
 class Encoding:
     """The chunks of a partition as codes of one codec, with their sizes and slots.
 
-    The code of a chunk is the codes of its segments; each begins at a multiple of SEGMENT_ALIGNMENT.
+    The code of a chunk consists of its segments' codes; each begins at a multiple of SEGMENT_ALIGNMENT.
 
     Attributes:
         depth: wire slots per peer, and so the chunks that may be on the wire at the same time.
     """
 
     def __init__(self, partition: Partition, codec: Codec, dtype: DType, depth: int, *, sums: bool = False) -> None:
-        """``sums``: by the codec of the second round, which encodes sums."""
+        """``sums``: encode by the codec of the second round, which encodes sums."""
         self.partition, self.codec, self.dtype, self.depth = partition, codec.rounds[sums], dtype, depth
         self._sizes: dict[int, int] = {}
         self._chunks: dict[tuple[int, int], list[tuple[Segment, int, int]]] = {}
@@ -54,7 +54,7 @@ class Encoding:
 
     @cached_property
     def slot_nbytes(self) -> int:
-        """The size of a slot that any chunk fits in."""
+        """The size of a slot into which any chunk fits."""
         parts, chunks = range(self.partition.parts), range(self.partition.chunks)
         return _aligned(max([self.nbytes(part, k) for part in parts for k in chunks]), ALIGNMENT)
 
@@ -105,7 +105,7 @@ class Slots:
         return found
 
     def wire(self, k: int) -> Span:
-        """The code of chunk ``k`` where a row has one slot."""
+        """The code of chunk ``k``, if a row has one slot."""
         return self.wires(k).popitem()[1]
 
 
@@ -114,7 +114,7 @@ def _aligned(nbytes: int, alignment: int) -> int:
 
 
 def exchange(sends: Mapping[int, Span], recvs: Mapping[int, Span]) -> Iterator[Exchange]:
-    """One Exchange of the spans by peer, without the empty ones (they are empty on both sides); none if all are."""
+    """One Exchange of the spans by peer, without those that are empty on both sides; nothing if all are empty."""
     outgoing = tuple(Transfer(peer, span) for peer, span in sends.items() if len(span))
     incoming = tuple(Transfer(peer, span) for peer, span in recvs.items() if len(span))
     if outgoing or incoming:

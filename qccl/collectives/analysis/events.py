@@ -4,7 +4,7 @@ The verifier asks whether every event of the graph can happen, the simulator whe
 
 - a ``Computation``: a compute operation of one rank;
 - a ``MatchedTransfer``: a send of one rank and the matching receive of another. Neither ends before both have begun,
-  which is the least that MPI and NCCL promise;
+  which is all that MPI and NCCL promise;
 - a ``Departure``: a send whose bytes the transport has copied, so that the sender needs no receiver to go on;
 - a ``Gate``: the opening or closing of an Exchange on one rank, if an engine runs the Exchange as one NCCL group.
 
@@ -16,9 +16,9 @@ does not.
 operation of the communication queue has closed, its transfers progress independently, and it closes when all have
 ended.
 
-**Representatives.** Where all nodes do the same, the schedules of the ranks of the first node suffice: ``period`` of
-them. Rank ``r`` behaves as rank ``r % period`` does, with all peers shifted by ``r - r % period``. So the arrival of a
-peer's message is that of the message which its representative sends the same distance.
+**Representatives.** If all nodes do the same, the schedules of the first node's ranks suffice: ``period`` schedules.
+Rank ``r`` behaves as rank ``r % period`` does, with all peers shifted by ``r - r % period``. So a peer's message
+arrives when the message arrives that the peer's representative sends over the same distance.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _position(event: Event) -> int:
 class Ensemble:
     """The schedules of all ranks (in rank order), with sends matched to receives and dependencies derived.
 
-    With fewer schedules than ranks they are those of representatives. Raises VerificationError if sends and receives do
+    Fewer schedules than ranks are schedules of representatives. Raises VerificationError if sends and receives do
     not match.
     """
 
@@ -227,7 +227,7 @@ def _check_match(
 
 
 def _connect_transfers(graph: EventGraph, local: _Local, departure: int) -> None:
-    """MPI's or eager rules, for one rank; a transfer's send ends ``departure`` events after that of its receive."""
+    """Apply MPI's or eager rules to one rank; a send's event has the number of its receive's plus ``departure``."""
     events: list[int] = []
     for task, before in zip(local.program, local.before, strict=True):
         transfer = local.transfer(task)
@@ -241,8 +241,8 @@ def _connect_transfers(graph: EventGraph, local: _Local, departure: int) -> None
 
 
 def _connect_queues(graph: EventGraph, local: _Local) -> None:
-    """NCCL's rules, for one rank. An operation depends on everything that one of its transfers depends on."""
-    ends: list[int] = []  # for each task, the end of its operation
+    """Apply NCCL's rules to one rank. An operation depends on everything that one of its transfers depends on."""
+    ends: list[int] = []  # the event that ends each task's operation
     last: dict[Queue, int] = {}
     pairs = zip(local.program, local.before, strict=True)
     for i, group in groupby(pairs, key=lambda pair: pair[0].op_index):

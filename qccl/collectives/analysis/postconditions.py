@@ -1,6 +1,6 @@
 """The verifier's pre- and postconditions: the contents of buffers before and after each collective.
 
-As in the collectives, part r of a vector has ``counts[r]`` elements and belongs to rank r.
+Part r of a vector has ``counts[r]`` elements and belongs to rank r.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def allreduce(schedule: Schedule, *, op: str = "sum", scale: float = 1.0) -> Ite
 def reduce_scatter(
     schedule: Schedule, *, counts: Sequence[int], op: str = "sum", scale: float = 1.0
 ) -> Iterator[Postcondition]:
-    """The own part, in "output"; in place, "output" is the whole vector."""
+    """The own part of the result, in "output"; in place, "output" is the whole vector."""
     first = sum(counts[: schedule.rank])
     start = 0 if "input" in schedule.buffers else first
     yield Postcondition(Span("output", start, start + counts[schedule.rank]), range(schedule.size), first, op, scale)

@@ -5,8 +5,8 @@ arrived, then sends what is ready, then runs the first ready operation of the pr
 time and receives one at the same time, each in the order in which they come. Switches keep what a receiver cannot take
 yet. The simulator shows how chunk sizes, windows and the order of stages affect overlap; it does not model TCP.
 
-With the schedules of one node's ranks, of equal nodes, these stand for all (see ``events``). What arrives from another
-node then occupies the links as what the own node sends to others at the same time.
+If nodes are equal, the schedules of one node's ranks represent all (see ``events``). The messages that this node sends
+then also represent those that arrive from other nodes, and occupy the links in both directions.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Costs:
     """Rates and latencies of the machines; all rates are bytes per second, and times are seconds.
 
     Attributes:
-        link_rate: what a link sends, and receives at the same time.
-        burst: bytes that pass such a link at once after it was idle, as a limiter's bucket lets them.
-        latency: from the last byte's departure to the arrival at another node.
-        encode_rate, decode_rate: bytes of values that a rank encodes or decodes.
-        rates: the same two for some codecs.
-        overhead: of a compute operation.
-        message: of a processor, to send and to receive a message.
-        byte: the same for each of its bytes, between nodes; inside a node copying them is in ``intra_rate``.
+        link_rate: rate of a link between nodes, in each direction.
+        burst: bytes that pass a link at once after it was idle, as a limiter's bucket lets them.
+        latency: time from the last byte's departure to its arrival at another node.
+        encode_rate, decode_rate: rates, in bytes of values, at which a rank encodes and decodes.
+        rates: the same two rates for single codecs.
+        overhead: time of a compute operation beside its bytes.
+        message: a processor's time to send or receive a message between nodes.
+        byte: a processor's time for each byte of such a message; ``intra_rate`` includes copies inside a node.
         header: bytes of the control message that each rank sends to each other in a call.
         eager: bytes of data that may be in one message with a header.
         node_size: ranks of a node, which share its link; rank ``r`` is on node ``r // node_size``.
-        intra_rate, intra_latency: of a rank inside its node.
-        processors: of each rank; less than 1 if ranks share one.
+        intra_rate, intra_latency: rate and latency of a rank inside its node.
+        processors: processors of each rank; less than 1 if ranks share one.
     """
 
     link_rate: float = 125e6
@@ -78,8 +78,8 @@ class Timeline:
 def simulate(schedules: Sequence[Schedule], costs: Costs | None = None, *, rules: Rules = "mpi") -> Timeline:
     """Run the schedules in simulated time; ``rules`` are MPI's, TCP's for short messages ("eager"), or CUDA's ("nccl").
 
-    They are those of all ranks, or of the first node's where all nodes do the same. Schedules that do not match, or
-    deadlock, raise VerificationError.
+    ``schedules`` has those of all ranks, or of the first node's ranks if all nodes do the same. Raises
+    VerificationError if they do not match, or deadlock.
     """
     run = _Simulation(schedules, costs or Costs(), rules)
     total = run.to_end()
@@ -93,13 +93,13 @@ class _Lane:
         self._burst, self._free = burst, -burst
 
     def take(self, now: float, seconds: float) -> tuple[float, float]:
-        """Occupy it for so long from ``now`` or later on; returns the start and the end."""
+        """Occupy the lane for ``seconds``, from ``now`` or when it is free; returns the start and the end."""
         start = max(self._free, now - self._burst)
         self._free = start + seconds
         return max(now, start), max(now, self._free)
 
 
-#: kinds of a processor's work, the first one first: receive, send, compute
+#: kinds of a processor's work, in order of precedence
 _RECEIVE, _SEND, _COMPUTE = range(3)
 
 
@@ -119,7 +119,7 @@ class _Simulation:
         self._graph = Ensemble(schedules).graph(rules)
         self._waits = self._graph.waits.copy()
         self._now, self._number = 0.0, count()
-        self._agenda: list[tuple[float, int, Callable[[int], None], int]] = []  # time, number, what happens, to what
+        self._agenda: list[tuple[float, int, Callable[[int], None], int]] = []  # (time, number, action, its argument)
         self._processors = [_Processor() for _ in schedules]
         self._may_start: list[int] = []  # ranks whose processors may have something to do
         self._lanes: dict[tuple[str, int], _Lane] = {}
@@ -138,7 +138,7 @@ class _Simulation:
         while self._agenda:
             self._now, _, happen, number = heappop(self._agenda)
             happen(number)
-            if not self._agenda or self._agenda[0][0] > self._now:  # all that happens now has happened
+            if not self._agenda or self._agenda[0][0] > self._now:  # nothing else happens at this time
                 self._start_idle()
         if stuck := sum(waits > 0 for waits in self._waits):
             raise VerificationError(0, None, f"{stuck} events of all ranks never happen; verify() says why")
@@ -157,7 +157,7 @@ class _Simulation:
                 self._offer(event.rank, _COMPUTE, event.op_index, number)
             case Departure():
                 self._offer(event.rank, _SEND, self._order(event.transfer), number)
-            case MatchedTransfer() if number in self._departures:  # an eager message that is there
+            case MatchedTransfer() if number in self._departures:  # an eager message that has arrived
                 self._offer(event.target % len(self._schedules), _RECEIVE, self._order(number), number)
             case MatchedTransfer():
                 self._offer(event.source, _SEND, self._order(number), number)
@@ -169,7 +169,7 @@ class _Simulation:
             self._happened_before(later)
 
     def _happened_before(self, number: int) -> None:
-        """One of the events has happened that this one waits for."""
+        """Count down the events for which an event still waits."""
         self._waits[number] -= 1
         if self._waits[number] == 0:
             self._ready(number)
@@ -185,7 +185,7 @@ class _Simulation:
         self._may_start.append(rank)
 
     def _start_idle(self) -> None:
-        """Let processors begin what comes first of all that is ready."""
+        """Let idle processors begin the first work that is ready."""
         while self._may_start:
             rank = self._may_start.pop()
             if self._processors[rank].ready and not self._processors[rank].busy:
@@ -218,7 +218,7 @@ class _Simulation:
         if isinstance(event, Departure):
             transfer = event.transfer
             for later in self._graph.after[number]:
-                if later != transfer:  # which waits until it arrives
+                if later != transfer:  # a message that waits until it arrives
                     self._happened_before(later)
         lane, _ = self._lanes_of(transfer)
         start, self._departures[transfer] = lane.take(self._now, self._travel(transfer))
@@ -261,7 +261,7 @@ class _Simulation:
             self._offer(target, _RECEIVE, self._order(number), number)
 
     def _order(self, number: int) -> int:
-        """A key by which a processor sends and receives: by the program, then from the next rank on."""
+        """The key of the order in which a processor sends and receives: by the program, then from the next rank on."""
         event, size = self._transfer(number), self._schedules[0].size
         return event.send_op * size + (event.target - event.source) % size
 

@@ -1,4 +1,4 @@
-"""Symbolic execution: it tracks which ranks' values, of which elements, quantised how, each buffer holds.
+"""Symbolic execution: tracks which ranks' values each buffer holds, of which elements, and how they were quantised.
 
 A range of a buffer holds either values (``Value``: a function of the ranks' inputs, element by element) or the bytes of
 a code (``Wire``), from some element or byte on. Equal operations on equal contents give the *same* object, so two ranks
@@ -41,7 +41,7 @@ PADDING = 16
 class Postcondition:
     """The final content of ``span``, from element ``first`` on.
 
-    It is the inputs of ``ranks``, each exactly once, combined by ``op``, times ``scale``.
+    The content is the inputs of ``ranks``, each exactly once, combined by ``op``, times ``scale``.
     """
 
     span: Span
@@ -79,7 +79,8 @@ class Value:
 class Wire:
     """A code of ``count`` elements from ``first`` on, made by ``rank``; ``value`` is its decoded value.
 
-    ``index`` is the number of the first element in random keys: another than ``first`` where parts have own buckets.
+    ``index`` is the first element's number in random keys; it differs from ``first`` if parts have own
+    buckets.
     """
 
     codec: Codec
@@ -222,7 +223,7 @@ class Contents:
         return found
 
     def _number(self, codec: Codec) -> int:
-        """A number that equal codecs share, because it is quicker to compare."""
+        """The number of a codec and of all equal ones; numbers are compared faster than codecs."""
         found = self._codecs.get(id(codec))
         if found is None:
             found = self._codecs[id(codec)] = self._numbers.setdefault(codec, len(self._numbers))
@@ -441,7 +442,7 @@ class _Operation:
 
 
 def _given(schedule: Schedule) -> Iterator[Precondition]:
-    """The rank's input in the buffers with Role.INPUT, or else Role.OUTPUT; several buffers are one vector."""
+    """The buffers that hold a rank's input, with Role.INPUT or else Role.OUTPUT; together they are one vector."""
     for role in (Role.INPUT, Role.OUTPUT):
         found = [(name, b.size) for name, b in schedule.buffers.items() if b.role is role]
         if found:
@@ -453,7 +454,7 @@ def _given(schedule: Schedule) -> Iterator[Precondition]:
 
 
 def _states(schedule: Schedule) -> Iterator[tuple[str, int, int]]:
-    """Name, size and first element of each state buffer: those of the caller's array that has its index."""
+    """Name, size and first element of each state buffer; its index names the caller's array to which it belongs."""
     first = {schedule.buffers[each.buffer].index: each.first for each in _given(schedule)}
     for name, buffer in schedule.buffers.items():
         if buffer.role is Role.STATE:
@@ -461,7 +462,7 @@ def _states(schedule: Schedule) -> Iterator[tuple[str, int, int]]:
 
 
 def _is_padding(cell: _Cell) -> bool:
-    """Whether this is a rest of an old code, in the padding between two others that were sent together."""
+    """Whether a cell is the rest of an old code, in the padding between two codes that were sent together."""
     return isinstance(cell.content, Wire) and cell.stop - cell.start < min(PADDING, cell.content.nbytes)
 
 

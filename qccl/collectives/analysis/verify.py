@@ -245,7 +245,7 @@ class _Checker:
                 )
 
     def _commit(self, op: Commit) -> None:
-        """Check that it comes last and is guarded by the whole output or input, or by both; it may be by more."""
+        """Check that a Commit comes last, and that its guard includes the whole output or the whole input."""
         if self._op_index != len(self._schedule.ops) - 1:
             self._fail("commits before the end, when the run may still fail")
         outputs, inputs = (
@@ -281,7 +281,7 @@ class _Checker:
         spans = [(s.buffer, s.start, s.stop, False) for s in sent] + [
             (s.buffer, s.start, s.stop, True) for s in received
         ]
-        buffer, end, end_received = "", 0, 0  # of all spans so far in this buffer, and of received ones
+        buffer, end, end_received = "", 0, 0  # the end of the spans so far, and of the received ones
         for name, start, stop, is_received in sorted(spans):
             if name != buffer:
                 buffer, end, end_received = name, 0, 0
