@@ -1,4 +1,4 @@
-"""The processes above this one, with the environments that they were started with."""
+"""The ancestors of this process, and the environments with which they were started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Process", "ancestors", "lineage"]
 
 
 class Process(NamedTuple):
-    """A process of this machine; ``begin`` is the time of its start in clock ticks since the machine's."""
+    """A process of this machine; ``begin`` is its start in clock ticks since the machine was started."""
 
     pid: int
     name: str
@@ -28,7 +28,7 @@ def ancestors() -> Iterator[Process]:
 
 
 def lineage() -> list[dict[str, str]]:
-    """The environments with which this process, its parent and so on were started; empty ones where they are secret."""
+    """The environments with which this process, its parent and so on were started; empty if secret."""
     return [_environment(pid) for pid in (os.getpid(), *(each.pid for each in ancestors()))]
 
 

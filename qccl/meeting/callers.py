@@ -1,4 +1,4 @@
-"""The processes that call this one: a bounded number, of bounded size, each of which must say soon what it wants.
+"""Accepts callers: a bounded number, of bounded size, each of which must soon say what it wants.
 
 This is the only place that accepts connections in Python: for rank 0 of a meeting (meeting_host.py), and for the
 sockets of a group's processes (membership_callers.py). Anybody may connect, so a caller is *unknown* until it has said
@@ -26,9 +26,9 @@ __all__ = ["NO_ROOM", "Caller", "Callers"]
 #: the first byte of every TLS connection
 HANDSHAKE = b"\x16"
 
-#: how long a caller may take to say what it wants
+#: seconds in which a caller must say what it wants
 HELLO_SECONDS = 5.0
-#: connections that one accept() accepts (more than wait at the socket), and bytes of incomplete messages, at most
+#: most connections of one accept(), more than wait at the socket; most bytes of incomplete messages
 _MOST_ACCEPTED = 2 * BACKLOG
 _MOST_NBYTES = 8 << 20
 NO_ROOM = "too many of them at once"
@@ -38,9 +38,9 @@ class Caller(Channel):
     """A connection that this process has accepted.
 
     Attributes:
-        until: when it is dropped.
-        begins_with_tls: its first byte is that of TLS.
-        may_be_plain: it may send sealed messages, without TLS, to a process that has a key for TLS.
+        until: the time at which the caller is dropped if it is still unknown.
+        begins_with_tls: the caller's first byte begins a TLS connection.
+        may_be_plain: the caller may send sealed messages without TLS, although this process has a key for TLS.
     """
 
     may_be_plain = True
@@ -49,14 +49,14 @@ class Caller(Channel):
         self, connection: socket.socket, keys: Keys, parse: Callable[[bytes], Any], most: int = MOST_NBYTES
     ) -> None:
         super().__init__(connection, parse, keys.seal, most=most)
-        self._fresh: socket.socket | None = connection  # until it is known how it speaks
+        self._fresh: socket.socket | None = connection  # the socket until it is known whether the caller uses TLS
         self._keys = keys
         self.until = Deadline(HELLO_SECONDS)
         self.begins_with_tls = False
 
     @property
     def is_plain(self) -> bool:
-        """It has begun to speak, without TLS, to a process that has a key for it."""
+        """Whether the caller has begun without TLS although this process has a key for TLS."""
         return bool(self._keys.tls) and self._fresh is None and not isinstance(self._connection, SecureSocket)
 
     def hear(self) -> None:
@@ -95,14 +95,14 @@ class Callers(ABC, Generic[_C]):
 
     @abstractmethod
     def _welcome(self, connection: socket.socket) -> _C:
-        """A new caller."""
+        """The caller for a new connection."""
 
     @abstractmethod
     def _judge(self, caller: _C) -> None:
-        """Act on what a caller has sent; never blocks for long. Raises NotARank."""
+        """Act on a caller's messages; never blocks for long. Raises NotARank."""
 
     def _hear(self, caller: _C) -> None:
-        """Read what a caller has sent, and act on it; drop the largest callers of too many bytes."""
+        """Read a caller's messages and act on them; drop the largest callers if all together hold too many bytes."""
         try:
             caller.hear()
             self._judge(caller)
@@ -112,15 +112,15 @@ class Callers(ABC, Generic[_C]):
             self.drop(max(self._unknown, key=lambda each: each.nbytes), "too many bytes")
 
     def _refuse(self, caller: _C, stranger: NotARank) -> None:
-        """A caller is not a rank, or says what no rank says now."""
+        """Drop a caller that is not a rank, or sent a message that no rank sends now."""
         report(str(stranger))
         self.drop(caller)
 
     def _forget(self, caller: _C) -> None:
-        """A caller is about to be closed, or belongs to somebody else from now on."""
+        """Called before a caller is closed or handed over: forget it."""
 
     def _oldest_known(self) -> _C | None:
-        """A known caller that may be dropped where no unknown one is left: it calls again."""
+        """A known caller that may be dropped if no unknown one is left, because it calls again."""
 
     def close(self) -> None:
         """Close the listening socket and all connections. Idempotent."""
@@ -130,13 +130,13 @@ class Callers(ABC, Generic[_C]):
         self._unknown, self._known = {}, {}
 
     def accept(self) -> str:
-        """Accept all connections that wait, and greet them; why not all of them could be accepted, else nothing."""
+        """Accept and greet all waiting connections. Returns why some could not be accepted, or an empty text."""
         for _ in range(_MOST_ACCEPTED):
             try:
                 connection, _ = self._server.accept()
             except BlockingIOError:
                 break
-            except OSError as error:  # otherwise the caller has gone
+            except OSError as error:  # other errors mean that the caller has gone
                 if error.errno in (errno.EMFILE, errno.ENFILE) and not self._make_room():
                     return descriptors.exhausted() or str(error)
             else:
@@ -162,7 +162,7 @@ class Callers(ABC, Generic[_C]):
             caller.close()
 
     def take(self, caller: _C) -> bool:
-        """From now on it is the caller of this method that reads and closes this connection; whether it was here."""
+        """Hand a connection over: its new owner reads and closes it. Returns whether it was here."""
         if caller not in self:
             return False
         self._unknown.pop(caller, None)
@@ -178,8 +178,8 @@ class Callers(ABC, Generic[_C]):
     def _make_room(self) -> bool:
         """Drop the oldest unknown caller, or else a known one that may go. Returns whether there was one.
 
-        An unknown caller is heard once more before: what it wants may have come. Those that have proved that they have
-        the secret stay longer than others.
+        An unknown caller is heard once more first, because its request may have come. Callers that have proved that
+        they have the secret stay longer than others.
         """
         oldest = next((each for each in self._unknown if not each.is_proved), next(iter(self._unknown), None))
         if oldest is None:

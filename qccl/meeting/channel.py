@@ -1,4 +1,4 @@
-"""Connections with whole messages over TCP, encrypted where they can be: of a meeting, and of ranks that regroup.
+"""Connections that carry whole messages over TCP, encrypted if possible, for meetings and for ranks that regroup.
 
 With a token or a secret a connection runs inside TLS. Two messages cannot, because the other side does not answer: a
 decision for a process that is stopped, and the greeting of a Watch. They are sent without TLS, and **sealed**: the
@@ -39,17 +39,17 @@ __all__ = [
     "retry",
 ]
 
-#: how long the other side may take to take a message or to answer, and a machine to accept a connection
+#: seconds in which the other side must take a message or answer, and a machine must accept a connection
 ANSWER_SECONDS = 2.0
 CONNECT_SECONDS = 0.5
-#: between two tries of retry(), and where a name has no address yet, so that many ranks do not overload a name service
+#: seconds between two tries of retry(), so that many ranks do not overload a name service
 RETRY_SECONDS = 0.05
 _NAME_SECONDS = 0.5
-#: bytes of a message, at most
+#: most bytes of a message
 MOST_NBYTES = 1 << 20
-#: messages that wait to be read, at most: each side waits for an answer after one or two
+#: most messages that wait to be read: each side waits for an answer after one or two
 _MOST_MESSAGES = 4
-#: stands for the nonce of a challenge over TLS
+#: placeholder for a challenge's nonce over TLS, which needs none
 TLS_NONCE = "0" * 32
 _HEAD = struct.Struct("<8sI16s")  # magic, length of the content, its checksum
 _MAGIC = b"qccl/me3"
@@ -59,14 +59,14 @@ _PART_NBYTES = 1 << 16
 
 
 class Packable(Protocol):
-    """A message."""
+    """A message that can be sent."""
 
     def packed(self) -> bytes:
-        """Its content."""
+        """The content of the message."""
 
 
 class OtherJob(NotARank):
-    """A message whose checksum is not that of its content by this job's key."""
+    """A message with a wrong checksum: it is damaged, or was sealed with another job's key."""
 
 
 class OtherVersion(NotARank):
@@ -74,26 +74,26 @@ class OtherVersion(NotARank):
 
 
 class Keys(NamedTuple):
-    """The keys of a job: for TLS, empty without a token or secret; and for the checksums of messages."""
+    """The keys of a job: one for TLS, empty without a token or secret; and one for the checksums of messages."""
 
     tls: bytes
     seal: bytes
 
     @classmethod
     def of(cls, secret: bytes | None) -> Keys:
-        """Derived from a job's secret, for its membership."""
+        """The keys for a job's membership, derived from its secret."""
         return cls(derive(secret, "membership"), derive(secret, "sealed message")) if secret else cls(b"", b"")
 
 
 class Channel:
     """A connection with messages: their contents behind a magic number, a length and a checksum.
 
-    ``parse`` makes a message of its content, or raises NotARank. ``seal`` is the key of the checksums, which without
-    one tell damaged messages only. ``most``: bytes of a message that is received, at most. ``proof``: a message that is
-    in the inbox as soon as the other side has proved over TLS that it has the key.
+    ``parse`` makes a message of its content, or raises NotARank. ``seal`` is the key of the checksums; if it is empty
+    they only detect damage. ``most``: most bytes of a received message. ``proof``: a message that appears in the inbox
+    as soon as the other side has proved over TLS that it has the key.
 
     Attributes:
-        inbox: messages that hear() has read.
+        inbox: received messages that nobody has taken yet.
         has_ended: the other side has closed the connection, is lost, or is not a rank.
     """
 
@@ -125,11 +125,11 @@ class Channel:
 
     @property
     def is_proved(self) -> bool:
-        """The other side has proved over TLS that it has the key."""
+        """Whether the other side has proved over TLS that it has the key."""
         return isinstance(self._connection, SecureSocket) and self._connection.is_proved
 
     def fileno(self) -> int:
-        """For select."""
+        """The descriptor, for select."""
         return self._connection.fileno()
 
     def close(self) -> None:
@@ -137,12 +137,12 @@ class Channel:
         self._connection.close()
 
     def send(self, message: Packable, seconds: float = ANSWER_SECONDS) -> None:
-        """Raises OSError if the other side has ended, or does not take the message in time."""
+        """Send a message. Raises OSError if the other side has ended, or does not take the message in time."""
         self.send_frame(frame(message, self._seal), seconds)
 
     def send_frame(self, framed: bytes, seconds: float) -> None:
         """Send a message that frame() has made for several channels; see send()."""
-        self._connection.settimeout(min(max(0.0, seconds), LONGEST_SECONDS))  # sendall's is for the whole
+        self._connection.settimeout(min(max(0.0, seconds), LONGEST_SECONDS))  # sendall's is for all bytes
         self._connection.sendall(framed)
 
     def receive(self, deadline: Deadline) -> Any:
@@ -160,7 +160,7 @@ class Channel:
         return self.inbox.pop(0)
 
     def hear(self) -> None:
-        """Put what has come into ``inbox``, of one message's size at most. Raises NotARank if it is something else."""
+        """Read received messages into ``inbox``, at most one message's size. Raises NotARank for anything else."""
         self._connection.setblocking(False)
         try:
             while not self.has_ended and len(self._received) < _HEAD.size + self._most:
@@ -185,7 +185,7 @@ class Channel:
             raise
 
     def _read(self) -> None:
-        """Take the messages that are complete."""
+        """Move complete messages from the received bytes to the inbox."""
         while len(self._received) >= _HEAD.size:
             magic, length, checksum = _HEAD.unpack_from(self._received)
             if magic != _MAGIC and magic.startswith(_FAMILY):
@@ -207,7 +207,7 @@ class Channel:
 
 
 def frame(message: Packable, seal: bytes = b"") -> bytes:
-    """A message as it is sent."""
+    """The bytes of a message on the connection."""
     content = message.packed()
     return _HEAD.pack(_MAGIC, len(content), _checksum(content, seal)) + content
 
@@ -217,7 +217,7 @@ def _checksum(content: bytes, seal: bytes = b"") -> bytes:
 
 
 def call(place: tuple[str, int], seconds: float, keys: Keys, parse: Callable[[bytes], Any], **how: Any) -> Channel:
-    """A connection, encrypted if there is a key for TLS; ``how``: see Channel.
+    """A connection, encrypted if there is a key for TLS; for ``how`` see Channel.
 
     Raises ConnectionRefusedError if nobody listens, another OSError if the machine does not answer.
     """
@@ -236,10 +236,10 @@ def retry(attempt: Callable[[], _T | None], deadline: Deadline) -> _T | None:
         try:
             if (found := attempt()) is not None:
                 return found
-        except socket.gaierror:  # the name does not exist yet, perhaps
+        except socket.gaierror:  # perhaps the name does not exist yet
             nap = _NAME_SECONDS
         except OSError as error:
             if isinstance(error, QcclError):
-                raise  # of the program, in a signal's handler
+                raise  # the error of a signal handler of the program
         time.sleep(min(nap, deadline.remaining()))
     return None

@@ -1,7 +1,7 @@
 """The text by which a process joins a group: Communicator.address, with the job's secret.
 
 ``host:port#secret`` over UCX, ``wan://host:port#secret`` over encrypted connections between sites, and
-``wan-plain://host:port#secret`` over ones that are not encrypted. The secret is in base64url; a group without TLS has
+``wan-plain://host:port#secret`` over unencrypted ones. The secret is in base64url; a group without TLS has
 none. Errors show nothing behind the #.
 """
 
@@ -19,12 +19,12 @@ from qccl.meeting.strangers import printable
 
 __all__ = ["JoinAddress"]
 
-#: the begin of an address -> the transport, and whether it encrypts
+#: the prefix of an address -> the transport, and whether it encrypts
 _SCHEMES = {"wan://": ("wan", True), "wan-plain://": ("wan", False), "": ("ucx", True)}
 
 
 class JoinAddress(NamedTuple):
-    """Where a group takes in processes, and the transport, secret and ``encrypts`` of its ranks."""
+    """The place where a group takes in processes, and the transport, secret and ``encrypts`` of its ranks."""
 
     transport: str
     place: Place
@@ -32,7 +32,7 @@ class JoinAddress(NamedTuple):
     encrypts: bool
 
     def text(self) -> str:
-        """For another process."""
+        """The address as text, for another process."""
         encrypts = self.encrypts or self.transport == "ucx"
         scheme = next(text for text, found in _SCHEMES.items() if found == (self.transport, encrypts))
         secret = "" if self.secret is None else "#" + base64.urlsafe_b64encode(self.secret).decode().rstrip("=")
@@ -53,7 +53,7 @@ class JoinAddress(NamedTuple):
 
 
 def _secret(text: str) -> Secret | None:
-    """None: it is none."""
+    """The secret that a text encodes; None if the text is not a valid secret."""
     with contextlib.suppress(binascii.Error, ValueError):
         found = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
         if len(found) == NBYTES:

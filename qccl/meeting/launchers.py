@@ -6,7 +6,7 @@ of a larger job leads to that job or to an error. detect() is the only place tha
 | the environment has | then |
 | --- | --- |
 | rank and size of a launcher | the process is that rank; numbers out of range are an error |
-| those of several launchers, which differ | the innermost launcher decides, if the ancestors tell which one that is |
+| several launchers' numbers, which differ | the innermost launcher decides, if the ancestors tell which one that is |
 | - the ancestors do not tell, one is a Slurm step | the other one decides: a step often starts another launcher |
 | - the ancestors do not tell, or it might be one rank | an error that names both |
 | RANK=0 WORLD_SIZE=1, not by torchrun, in a larger job | the same: a script may have set a default |
@@ -18,7 +18,7 @@ of a larger job leads to that job or to an error. detect() is the only place tha
 | SLURM_NTASKS, but no SLURM_PROCID; a step of one task | nothing: the shell of an allocation |
 | SLURM_PROCID and SLURM_NTASKS, but no step | a batch script, which runs once; see below |
 | MASTER_ADDR, MASTER_PORT or QCCL_PORT alone | nothing: they are settings, and number no process |
-| a variable without a text | as if it were not set |
+| a variable with an empty text | as if it were not set |
 
 The innermost launcher is the one whose variables the fewest ancestors were started with, such as torchrun below srun or
 mpiexec, or mpiexec in a rank of torchrun. If launchers agree about the numbers, that one counts which MPI can use,
@@ -48,7 +48,7 @@ __all__ += ["unset", "without_launchers"]
 
 
 class _Names(NamedTuple):
-    """The names of a launcher's variables; empty where the launcher has no such variable."""
+    """The names of a launcher's variables; empty if the launcher has no such variable."""
 
     rank: str
     size: str
@@ -60,7 +60,7 @@ def _prefixed(prefix: str) -> _Names:
     return _Names(*(f"{prefix}_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 
 
-#: launcher -> its variables. Where launchers agree about the numbers, the first one counts
+#: launcher -> its variables. If launchers agree about the numbers, the first one counts
 _VARIABLES = {
     "Open MPI": _prefixed("OMPI_COMM_WORLD"),
     "MVAPICH": _prefixed("MV2_COMM_WORLD"),
@@ -69,13 +69,13 @@ _VARIABLES = {
     "Kubernetes": _Names("JOB_COMPLETION_INDEX", "WORLD_SIZE"),
     "Horovod": _prefixed("HOROVOD"),
     "srun": _Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    "sbatch": _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),  # its script, which runs once
+    "sbatch": _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),  # a batch script, which runs once
     "PMIx": _Names("PMIX_RANK", ""),
 }
 _MPI = ("Open MPI", "MVAPICH", "MPICH", "srun")
-#: set by torchrun's agent on its ranks, and by nobody else
+#: a variable that only torchrun's agent sets, for its ranks
 _TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
-#: further variables of launchers, which mean nothing to the ranks of another one
+#: prefixes of further variables of launchers, which must not reach the ranks of another launcher
 _PREFIXES = ("PMI_", "PMIX_NAMESPACE", "TORCHELASTIC_")
 
 #: advice for the case that MPI does not know the launcher's ranks
@@ -85,7 +85,7 @@ _REMEDIES = {
         "a batch script runs once; start the program in it with srun or mpiexec (srun -n 1 for one rank on purpose)"
     ),
 }
-#: library of MPI -> what srun must be told
+#: MPI library -> the srun command that starts its ranks
 _MPI_TYPES = {"MPICH": "srun --mpi=pmi2", "Intel MPI": "srun --mpi=pmi2", "Open MPI": "srun --mpi=pmix"}
 _MPIEXEC_REMEDY = (
     "mpi4py's MPI library is not the launcher's; start the program with the mpiexec of that library (pip's mpich and "
@@ -110,7 +110,7 @@ class Launcher:
 
     @property
     def processes(self) -> int:
-        """How many processes it started: of a batch script only one, however many tasks the script asked for."""
+        """How many processes the launcher started: one for a batch script, however many tasks it asked for."""
         return 1 if self.name == "sbatch" else self.size
 
 
@@ -161,7 +161,7 @@ def _complete(name: str, names: _Names, environ: Mapping[str, str]) -> Launcher 
 
 
 def _number(variable: str, environ: Mapping[str, str]) -> int | None:
-    """The value of a variable; None where it is not set."""
+    """The value of a variable; None if it is not set."""
     text = _text(variable, environ)
     if not text:
         return None
@@ -174,7 +174,7 @@ def _number(variable: str, environ: Mapping[str, str]) -> int | None:
 
 
 def _text(variable: str, environ: Mapping[str, str]) -> str:
-    """The variable's text without blanks around it; nothing where it is not set."""
+    """The variable's text without blanks around it; empty if it is not set."""
     return environ.get(variable, "").strip()
 
 
@@ -186,9 +186,9 @@ def _settings(names: _Names, environ: Mapping[str, str]) -> str:
 
 
 def _innermost(found: Sequence[Launcher], environ: Mapping[str, str], lineage: Sequence[Mapping[str, str]]) -> Launcher:
-    """The launcher that started this process, of several. Raises ArgumentError if that is unclear.
+    """The one of several launchers that started this process. Raises ArgumentError if that is unclear.
 
-    Processes inherit variables. So a farther ancestor has those of an outer launcher.
+    Processes inherit variables, so only an outer launcher's variables are found in far ancestors.
     """
 
     def farthest(launcher: Launcher) -> int:
@@ -237,13 +237,13 @@ def _contradiction(found: Sequence[Launcher], environ: Mapping[str, str]) -> str
 
 
 def _check_halves(environ: Mapping[str, str], launcher: Launcher | None) -> None:
-    """Raise ArgumentError if a variable says that there are more ranks; ``launcher``: of this one rank, if any."""
+    """Raise ArgumentError if a variable says that there are more ranks; ``launcher``: the launcher of this one rank."""
     for name, names in _VARIABLES.items():
         rank, size, local_rank, local_size = (_number(variable, environ) for variable in names)
         has_rank = rank is not None and launcher is None and name not in ("srun", "sbatch")
         variable, missing = "", names.size
         if rank is not None and size is not None:
-            continue  # another launcher is inside this one
+            continue  # the variables of a launcher around this one
         if name == "Kubernetes" and (launcher is not None or not environ.get("MASTER_ADDR")):
             continue
         if has_rank or rank:
@@ -335,9 +335,9 @@ def frameworks() -> Iterator[tuple[str, int, str]]:
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the numbers of this process, for the ranks of another launcher that it starts.
+    """The environment without this process's rank and size, for the ranks of a launcher that this process starts.
 
-    SLURM_NTASKS stays: it is the allocation's.
+    SLURM_NTASKS stays, because it describes the allocation.
     """
     numbers = {name for names in _VARIABLES.values() for name in names} - {"SLURM_NTASKS"}
     return {name: value for name, value in environ.items() if name not in numbers and not name.startswith(_PREFIXES)}

@@ -1,10 +1,10 @@
-"""Rank 0's side of the beginning of a meeting over TCP: who of those that call is a rank, and their first notes.
+"""Rank 0's side of the first gather of a meeting over TCP: it finds the ranks among its callers.
 
 Rank 0 serves all connections at once, so that a slow or silent one delays nobody. A caller is a rank when it has proved
 that it knows the job's name, with a nonce of rank 0 that makes old messages useless; inside TLS the handshake has
 proved that it has the key, and no nonce is needed. If two processes want to be the same rank, the one that came first
-must prove once more that it is there. If it does, the other is told that the rank exists, and otherwise it takes the
-place.
+must prove once more that it is there. If it does, the later process is told that the rank exists; otherwise the later
+process takes the place.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from qccl.meeting.strangers import NotARank
 
 __all__ = ["MeetingHost"]
 
-#: how long a connection may take to take an answer; and to prove itself
+#: seconds in which a caller must take an answer, and prove itself
 _PATIENCE_SECONDS = 2.0
 _PROOF_SECONDS = 2.0
 _SAME_TOKEN = ": set the same QCCL_TOKEN on all ranks, or on none"
-#: when all ranks are there, those that proved themselves longer ago do so once more before the answer is made
+#: seconds for which a proof counts; when all ranks are there, those with older ones prove themselves once more
 _FRESH_SECONDS = 1.0
 
 
@@ -37,10 +37,10 @@ class _Caller(Caller):
     """A connection to rank 0.
 
     Attributes:
-        hello: its first message; of rank 0 while there is none.
-        proof: what it must prove to know; nothing if no proof is awaited.
-        is_rank: it has proved that it is the rank of its hello.
-        proved_at: when it did, in time.monotonic() seconds.
+        hello: the caller's first message; before that, a hello of rank 0.
+        proof: the content that the caller must send as its proof; empty if no proof is awaited.
+        is_rank: the caller has proved that it is the rank of its hello.
+        proved_at: the time of the proof, in time.monotonic() seconds.
     """
 
     may_be_plain = False
@@ -51,14 +51,14 @@ class _Caller(Caller):
 
     @property
     def nbytes(self) -> int:
-        """With its note."""
+        """The received bytes, with those of the caller's note."""
         return super().nbytes + len(self.hello.note)
 
 
 class MeetingHost(Callers[_Caller]):
     """Rank 0 in the first gather: it hears all other ranks, and answers until all have the answer.
 
-    Connections that are not of this meeting are closed and count for nothing.
+    Connections that do not belong to this meeting are closed and ignored.
 
     Attributes:
         met: the connections to the ranks that have the answer, which belong to the user of this object.
@@ -69,12 +69,12 @@ class MeetingHost(Callers[_Caller]):
         self.met: dict[int, Channel] = {}
         self._note, self._size, self._number = note, size, number
         self._ranks: dict[int, _Caller] = {}
-        self._came: set[int] = set()  # perhaps they have gone again
-        self._complete_at: float | None = None  # since when no rank is missing
-        self._rivals: list[_Caller] = []  # they say to be a rank that another process is, too
+        self._came: set[int] = set()  # ranks that came; some may have gone again
+        self._complete_at: float | None = None  # the time since which no rank is missing
+        self._rivals: list[_Caller] = []  # callers with the rank of another process
         self._notes: list[bytes] | None = None
-        self._answered: dict[int, bytes] = {}  # the processes whose notes the answer has
-        self._why = ""  # the last caller was refused, or could not be accepted
+        self._answered: dict[int, bytes] = {}  # rank -> the process whose note is in the answer
+        self._why = ""  # why the last caller was refused, or could not be accepted
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
 
@@ -89,7 +89,7 @@ class MeetingHost(Callers[_Caller]):
                 connection.close()
 
     def serve(self, deadline: Deadline) -> list[bytes]:
-        """All notes, when all ranks have them. Raises CollectiveTimeout at the deadline."""
+        """Return all notes when all ranks have them. Raises CollectiveTimeout at the deadline."""
         self._deadline = deadline
         while len(self.met) < self._size - 1:
             if deadline.is_over:
@@ -106,7 +106,7 @@ class MeetingHost(Callers[_Caller]):
                     self._accept_all()
                 elif key.data in self:
                     self._hear(key.data)
-        assert self._notes is not None  # size > 1
+        assert self._notes is not None  # a meeting of one rank needs no host
         return self._notes
 
     def _accept_all(self) -> None:
@@ -137,9 +137,9 @@ class MeetingHost(Callers[_Caller]):
     # -- the answer --------------------------------------------------------------------------------------------------
 
     def _make_answer(self) -> list[bytes] | None:
-        """The notes of all; None while it is not known whether all ranks are still there.
+        """The notes of all ranks; None while it is not known whether all ranks are still there.
 
-        Once no rank is missing, each is asked once at most. If proofs expired, slow ranks would never meet.
+        Once no rank is missing, each is asked at most once: if new proofs expired, slow ranks would never meet.
         """
         self._complete_at = self._complete_at or time.monotonic()
         others = [self._ranks[rank] for rank in range(1, self._size)]
@@ -152,7 +152,7 @@ class MeetingHost(Callers[_Caller]):
         return [self._note, *(each.hello.note for each in others)]
 
     def _missing(self) -> list[int]:
-        """The ranks for which it waits: they never came, have gone, do not prove themselves, or take no answer."""
+        """The ranks that never came, have gone, do not prove themselves, or take no answer."""
         others = set(range(1, self._size))
         if self._notes is not None:
             return sorted(others - self.met.keys())
@@ -176,7 +176,7 @@ class MeetingHost(Callers[_Caller]):
     # -- callers -----------------------------------------------------------------------------------------------------
 
     def _judge(self, caller: _Caller) -> None:
-        while caller.inbox and caller in self:  # what follows TAKEN is of the next gather
+        while caller.inbox and caller in self:  # messages after TAKEN belong to the next gather
             self._obey(caller, caller.inbox.pop(0))
         if caller.has_ended:
             self.drop(caller)  # a rank without the answer calls again
@@ -222,7 +222,7 @@ class MeetingHost(Callers[_Caller]):
         self._send(caller, frame(MeetingMessage(MeetingKind.PROVE, caller.proof), self._keys.seal))
 
     def _admit(self, caller: _Caller) -> None:
-        """A caller is there, and is a rank of this job."""
+        """Accept a caller that has proved that it is a rank of this job."""
         caller.proof, caller.until, caller.proved_at = b"", self._deadline, time.monotonic()
         if not caller.is_rank:
             caller.is_rank = True
@@ -233,13 +233,13 @@ class MeetingHost(Callers[_Caller]):
             self._dismiss_rival(rival)
 
     def _claim(self, caller: _Caller) -> None:
-        """Give the caller its place, or find out whether the process is there that has it."""
+        """Give the caller its rank's place, or find out whether the process is still there that has the place."""
         rank, process = caller.hello.rank, caller.hello.process
         holder = self._ranks.get(rank)
         if rank in self.met or self._answered.get(rank, process) != process:
             return self._dismiss_rival(caller)
         if holder is not None and holder.hello.process == process:
-            self.drop(holder)  # that connection was lost
+            self.drop(holder)  # the holder's connection was lost
             holder = self._ranks.get(rank)
         if holder is None:
             self._ranks[rank] = caller
@@ -253,7 +253,7 @@ class MeetingHost(Callers[_Caller]):
         self._dismiss(caller, f"another process is rank {rank}, too; give every process a rank of its own")
 
     def _dismiss(self, caller: _Caller, reason: str) -> None:
-        """Refuse a caller for a reason, or without one tell it to come later."""
+        """Refuse a caller for a reason, or tell it to come later if the reason is empty."""
         if reason:
             self._why = f"; rank 0 refused a caller: {reason}"
         message = MeetingMessage(MeetingKind.REFUSED, reason.encode()) if reason else MeetingMessage(MeetingKind.LATER)

@@ -19,7 +19,7 @@ from qccl.meeting.strangers import NotARank
 __all__ = ["MOST_NBYTES", "NONCE_NBYTES", "NOTE_NBYTES", "Hello", "MeetingKind", "MeetingMessage"]
 __all__ += ["join", "parse", "part", "seal"]
 
-#: largest note of a rank
+#: most bytes of a rank's note
 NOTE_NBYTES = 64 << 10
 #: rank, size, number of the meeting, process; the note follows
 _HELLO = struct.Struct("<III8s")
@@ -32,17 +32,17 @@ NONCE_NBYTES, _PROOF_NBYTES = 16, 24
 class MeetingKind(IntEnum):
     """The kinds of messages, and their content."""
 
-    HELLO = 0  # of another rank: a Hello
-    PROVE = 1  # of rank 0: a nonce, and the process of the hello, which proves that rank 0 has read it
-    PROOF = 2  # of another rank: the same
-    NOTES = 3  # of rank 0: the notes of all ranks
-    TAKEN = 4  # of another rank: it has the notes
-    NOTE = 5  # of another rank: its note in a further gather
-    LATER = 6  # of rank 0: it is not at this meeting yet
-    REFUSED = 7  # of rank 0: the reason
+    HELLO = 0  # a rank's first message: a Hello
+    PROVE = 1  # from rank 0: a nonce, and the process of the hello, which proves that rank 0 has read it
+    PROOF = 2  # the rank's answer to PROVE: the same content
+    NOTES = 3  # from rank 0: the notes of all ranks
+    TAKEN = 4  # the rank has the notes
+    NOTE = 5  # the rank's note in a further gather
+    LATER = 6  # from rank 0: it is not at this meeting yet
+    REFUSED = 7  # from rank 0: the reason why it refuses the rank
 
 
-#: bytes of the content, at least and at most
+#: least and most bytes of a content
 _NBYTES = {
     MeetingKind.HELLO: (_HELLO.size, _HELLO.size + NOTE_NBYTES),
     MeetingKind.PROVE: (_PROOF_NBYTES, _PROOF_NBYTES),
@@ -62,7 +62,7 @@ class MeetingMessage(NamedTuple):
     content: bytes = b""
 
     def packed(self) -> bytes:
-        """For a Channel."""
+        """The message as bytes, for a Channel."""
         return bytes([self.kind]) + self.content
 
 
@@ -92,12 +92,12 @@ class Hello(NamedTuple):
 
     @classmethod
     def of(cls, content: bytes) -> Hello:
-        """From a message's content."""
+        """The hello in a message's content."""
         rank, size, meeting, process = _HELLO.unpack_from(content)
         return cls(rank, size, meeting, process, content[_HELLO.size :])
 
     def refusal(self, size: int, meeting: int) -> MeetingMessage | None:
-        """The message by which rank 0 of this meeting does not take the sender; None if it does."""
+        """The message by which rank 0 of this meeting refuses the sender; None if it accepts the sender."""
         if self.size != size or not 0 < self.rank < size:
             this = f"rank {self.rank} of {self.size}"
             return MeetingMessage(
@@ -107,17 +107,17 @@ class Hello(NamedTuple):
 
 
 def seal(job: str) -> bytes:
-    """The key for the messages of the ranks that know the job's name."""
+    """The key that seals the messages of ranks that know the job's name."""
     return hashlib.sha256(b"qccl" + job.encode()).digest()
 
 
 def join(notes: Sequence[bytes]) -> MeetingMessage:
-    """The notes of all ranks as a message."""
+    """The message with the notes of all ranks."""
     return MeetingMessage(MeetingKind.NOTES, struct.pack(f"<{len(notes)}I", *map(len, notes)) + b"".join(notes))
 
 
 def part(joined: bytes, size: int) -> list[bytes] | None:
-    """The notes in the content of join(); None if there are others than ``size``."""
+    """The notes in the content of join(); None unless there are ``size`` of them."""
     if len(joined) < 4 * size:
         return None
     lengths = struct.unpack_from(f"<{size}I", joined)

@@ -42,9 +42,9 @@ __all__ = [
     "of_torch",
 ]
 
-#: ports for jobs whose launcher gives an address but no port
+#: first port, and number of ports, for jobs whose launcher gives an address but no port
 _FIRST_PORT, _PORTS = 20_000, 12_000
-#: how long rank 0 looks for a rank after another one did not come
+#: seconds in which rank 0 looks for a rank after another one did not come
 _LOOK_SECONDS = 0.01
 
 
@@ -122,19 +122,19 @@ def of_launcher(launcher: Launcher) -> TcpMeeting:
     return of_address(launcher.name, launcher.rank, launcher.size, place, job, is_local=is_local)
 
 
-#: variables that name a job, the same on all its ranks; the first one is torchrun's
+#: variables that name a job, equal on all its ranks; the first one is torchrun's
 _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
-#: and those that tell the steps of a job of Slurm apart, also those of the groups of a heterogeneous job
+#: variables that tell the steps of a Slurm job apart; prefixes of those for groups of a heterogeneous job
 _STEP_NAMES = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
 _STEP_PREFIXES = ("SLURM_HET_", "SLURM_PACK_")
 
 
 def _job(launcher: Launcher, environ: Mapping[str, str]) -> str:
-    """The name of the ranks' job: rank 0 takes only ranks that know it."""
+    """The name of the ranks' job; rank 0 accepts only ranks that know the name."""
     usable = {"torchrun": _JOB_NAMES, "srun": ("SLURM_JOB_ID",)}.get(launcher.name, _JOB_NAMES[1:])
     name = next((name for name in usable if environ.get(name)), "")
     names = [name] if name else []
-    # a step has all ranks, unless they were started by several, each with other numbers
+    # unless several steps started the ranks, one step has all of them
     if name == "SLURM_JOB_ID" and environ.get("SLURM_STEP_NUM_TASKS") == str(launcher.size):
         names += [*_STEP_NAMES, *sorted(each for each in environ if each.startswith(_STEP_PREFIXES))]
     found = [f"{each}={environ[each]}" for each in names if each in environ]
@@ -146,7 +146,7 @@ def _job(launcher: Launcher, environ: Mapping[str, str]) -> str:
 def _mpiexec() -> str:
     """The process of MPICH's mpiexec above this one, or else the parent, the same for all ranks of a machine.
 
-    An empty text in the first process of a container, which has no parent there.
+    Empty in the first process of a container, which has no parent there.
     """
     found = list(ancestors())
     mpiexecs = [each for each in found if each.name.startswith("hydra")]
@@ -171,7 +171,7 @@ def _place(launcher: Launcher, environ: Mapping[str, str], job: str, *, is_local
         host = first_host(hosts)
         _check_name(host)
     else:
-        return meeting_place(environ)  # says what to set
+        return meeting_place(environ)  # raises an error that says what to set
     own = environ.get("QCCL_PORT")
     if own:
         return meeting_place({"MASTER_ADDR": host, "QCCL_PORT": own})
@@ -221,7 +221,7 @@ def of_store(store: Any, rank: int, size: int) -> StoreMeeting:
 
     def get(key: str, seconds: float) -> bytes:
         store.wait([key], timedelta(seconds=seconds))
-        # store.get() waits for minutes if the key is deleted at this moment; this sets nothing, and answers at once
+        # store.get() would wait for minutes if the key is deleted now; this call sets nothing, and answers at once
         found = bytes(store.compare_set(key, _NO_VALUE, _NO_VALUE))
         if found == _NO_VALUE.encode():
             raise RuntimeError(f"{key} was deleted")
@@ -257,7 +257,7 @@ class _Board:
 
     Attributes:
         set: (key, value).
-        get: (key, seconds) -> the value, as soon as it is there; raises RuntimeError if it is not there in time.
+        get: (key, seconds) -> the value, as soon as it exists; raises RuntimeError if it does not in time.
         delete: (key).
     """
 
@@ -269,8 +269,8 @@ class _Board:
 def _gather_on(board: _Board, rank: int, size: int) -> Callable[[bytes, float], list[bytes]]:
     """Meeting.gather() on a board. Its first call brings the ranks together.
 
-    A rank may give up alone and try again, so the ranks' attempts cannot be matched by counting them. Each attempt has
-    a random name, and rank 0 tells those of the others that are waiting which one of its own they belong to.
+    A rank may give up alone and try again, so the ranks' attempts cannot be matched by counting them. Instead each
+    attempt has a random name, and rank 0 tells the waiting attempts of the others to which of its own they belong.
     """
     numbers = itertools.count()
     room = ""
@@ -321,7 +321,7 @@ def _find_room(board: _Board, rank: int, size: int, timeout: float) -> str:
 
 
 def _collect(get: Callable[[int, float], bytes], ranks: Iterable[int], deadline: Deadline) -> list[bytes]:
-    """The notes of ``ranks``; ``get(rank, seconds)`` raises RuntimeError where a rank has not come."""
+    """The notes of ``ranks``; ``get(rank, seconds)`` raises RuntimeError if a rank has not come."""
     notes: list[bytes] = []
     for rank in ranks:
         try:

@@ -1,6 +1,6 @@
 """The agreement on the next group after ranks were lost or came: the protocol, without sockets, threads or a clock.
 
-Events go in (a message came, a connection was lost, time has passed), actions come out; regroup.py carries them out.
+Events go in (a message came, a connection was lost, time has passed), and actions come out, which regroup.py executes.
 
 Every process has a listening socket, whose address all ranks of its group know from the start, so any rank may be lost.
 The groups that follow each other are numbered by epochs. agree() decides the next one as Paxos does. The lowest rank
@@ -22,11 +22,11 @@ Take two lists for one epoch. If a living rank accepted both, the ballot that ca
 Otherwise all ranks that accepted the first list have ended.
 
 Processes that joined with the first list did not accept it, and may live. A rank that is not on that list does not know
-them: it would make a group of its own when all ranks that it knows have ended. So every rank that is left out and has
-not ended gets the list before it is announced. If the rank is stopped, the list waits in its socket, and it reads the
-list before it decides anything: the ranks that it knows end later. The exception is a rank that is out of reach. Lists
-name such ranks, and the next coordinators call them, too. Two groups are possible if such a rank is out of reach for
-all coordinators until all ranks that it knows have ended.
+these processes: it would make a group of its own when all ranks that it knows have ended. So every rank that is left
+out and has not ended gets the list before it is announced. If the rank is stopped, the list waits in its socket, and it
+reads the list before it decides anything: the ranks that it knows end later. The exception is a rank that is out of
+reach. Lists name such ranks, and the next coordinators call them, too. Two groups are possible if such a rank is out of
+reach for all coordinators until all ranks that it knows have ended.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ from qccl.meeting.topology import machine
 
 __all__ = ["Action", "Agreement", "Membership", "Own", "expect"]
 
-#: after a machine did not answer
+#: seconds until the next call after a machine did not answer
 _FAR_SECONDS = 1.0
-#: after a leader did not answer: an exception there may have lost a call or a message. It doubles with each call
+#: seconds until a silent leader is called again: an exception there may have lost a call. Doubled with each call
 _UNANSWERED_SECONDS = 2.0
-#: how much longer than its coordinator a rank waits
+#: seconds that a rank waits longer than its coordinator
 _MARGIN_SECONDS = 5.0
 
 
 class Own(NamedTuple):
-    """A rank's offer to the next group: itself with its new worker, its calls, and processes that wait at it."""
+    """A rank's offer to the next group: itself with a new worker, its number of calls, and processes waiting at it."""
 
     member: Member
     calls: int
@@ -102,7 +102,7 @@ class Membership:
     """
 
     def __init__(self, id: str, host: str, port: int) -> None:
-        """``id`` of the process, and the address of its socket."""
+        """``id``: the process's id; ``host`` and ``port``: the address of its socket."""
         self.id, self._host, self._port = id, host, port
         self.latest = Decision(-1, (), 0)
         self.promised = 0, 0
@@ -135,22 +135,22 @@ class Membership:
         return self._host, self._port
 
     def member(self, worker: bytes) -> Member:
-        """This process, with the address of its worker."""
+        """This process as a member, with the address of its worker."""
         return Member.make(self.id, self._host, self._port, machine(), worker)
 
     def begin(self, members: Iterable[Member]) -> None:
-        """The first group."""
+        """Adopt the first group."""
         self.latest = Decision(0, tuple(members), 0)
 
     def checked(self, decision: Decision) -> Decision:
-        """``decision``, which came from outside. Raises NotARank if it is not for a later group than this rank's."""
+        """Return a decision from outside. Raises NotARank unless its group is later than this rank's."""
         own = [member for member in decision.members if member.id == self.id]
         if decision.epoch <= self.epoch or any(member.place != self.place for member in own):
             raise NotARank("a decision that is old, or of another group")
         return decision
 
     def adopt(self, decision: Decision) -> bool:
-        """Whether it is a later group, which is this process's from now on."""
+        """Adopt a group if it is later than this process's. Returns whether it is."""
         is_later = decision.epoch > self.epoch
         if is_later:
             self.latest, self.promised, self.accepted = decision, (0, 0), None
@@ -161,59 +161,59 @@ class Membership:
         return Decided(to, self.latest)
 
 
-#: phase of a ballot -> the message that the coordinator awaits then
+#: phase of a ballot -> the message that the coordinator awaits in it
 _ANSWERS: dict[str, type[Message]] = {"promised": Promised, "accepted": Accepted}
 _M = TypeVar("_M", bound=Message)
 
 
 def expect(message: Message, kind: type[_M] | tuple[()]) -> _M:
-    """The message, which must be of this kind; (): of none. Raises NotARank."""
+    """Return ``message`` if it is of this kind, or raise NotARank; (): always raise."""
     if not isinstance(message, kind):
         raise NotARank("a message that no rank sends now")
     return message
 
 
 class Agreement:
-    """One rank's part in one agreement: it follows the ranks below its own, one after another, then it coordinates.
+    """One rank's part in one agreement: it follows the lower ranks, one after another, then coordinates.
 
     The driver calls heard(), lost(), refused(), informed() and passed(), with times in seconds, and after each of them
-    does what is in ``actions``. It calls passed() when it has reported all that has come, and gives messages of callers
+    executes ``actions``. It calls passed() when it has reported everything that came, and reports messages of callers
     only while ``gathers``. Methods raise CollectiveTimeout if too many ranks are silent.
 
     Attributes:
-        actions: what the driver must do; it removes what it has done.
+        actions: the actions that the driver must execute and remove.
         decision: the next group, or a later one that this rank has missed; None until there is one.
     """
 
     def __init__(self, me: Membership, own: Own, timeout: float, now: float) -> None:
-        """Ranks that are silent for ``timeout`` seconds are left out, if there are enough others."""
+        """``timeout``: seconds after which silent ranks are left out, if there are enough others."""
         self.actions: list[Action] = []
         self.decision: Decision | None = None
         self._me, self._own, self._timeout = me, own, timeout
         self._rank, self._size = me.rank, len(me.members)
-        self._leader = -1  # the rank that coordinates
+        self._leader = -1  # the coordinating rank; -1 before there is one
         self._ended: set[int] = set()
         self._silent: set[int] = set()
         self._call_at: float | None = None  # when the leader, or the missing ranks, are called again
-        self._is_greeted = False  # by the leader
+        self._is_greeted = False  # the leader has answered the call
         self._again_at: float | None = None  # when the leader is called again if it has not answered
         self._patience = _UNANSWERED_SECONDS
-        self._joined: dict[int, tuple[Hashable, Join]] = {}  # channel and first message
+        self._joined: dict[int, tuple[Hashable, Join]] = {}  # rank -> its channel and first message
         self._probes: set[int] = set()  # missing ranks that were called
         self._asked: set[Hashable] = set()  # callers that were asked for the decision that this rank has missed
-        self._phase = ""  # of a ballot: what is awaited
-        self._awaited: set[Hashable] = set()  # channels
+        self._phase = ""  # the phase of the ballot, a key of _ANSWERS
+        self._awaited: set[Hashable] = set()  # channels whose answers are awaited
         self._follow_next(now)
 
     @property
     def gathers(self) -> bool:
-        """It coordinates, and no ballot is under way."""
+        """Whether this rank coordinates, and no ballot is under way."""
         return self._leader == self._rank and not self._phase and self.decision is None
 
     # -- events ------------------------------------------------------------------------------------------------------
 
     def heard(self, channel: Hashable, message: Message, now: float) -> None:
-        """A message."""
+        """Event: a message came."""
         if self.decision is not None:
             return
         try:
@@ -234,7 +234,7 @@ class Agreement:
             self.lost(channel, now)
 
     def lost(self, channel: Hashable, now: float, *, reached: bool = True) -> None:
-        """A connection has ended, or (not ``reached``) there is none to the rank that was called."""
+        """Event: a connection has ended, or could not be made to a called rank (not ``reached``)."""
         if self._leader < self._rank:
             if channel == self._leader:
                 self._call_at, self._is_greeted = now + RETRY_SECONDS, False
@@ -249,14 +249,14 @@ class Agreement:
                     self._begin_again(now)
 
     def refused(self, rank: int, now: float) -> None:
-        """The process of a rank that was called has ended."""
+        """Event: the process of a called rank has ended."""
         self._ended.add(rank)
         self._probes.discard(rank)
         if rank == self._leader:
             self._follow_next(now)
 
     def informed(self, out_of_reach: Iterable[Member]) -> None:
-        """The processes of an "inform" know, have ended, or are out of reach."""
+        """Event: the processes of an "inform" know the decision, have ended, or are out of reach."""
         if self._phase == "prepared":
             self._ask_to_accept(self._next_group(out_of_reach))
         elif self._phase == "announced" and self._me.accepted is not None:
@@ -265,7 +265,7 @@ class Agreement:
                 self._act("send", channel, Decided(join.member.id, self.decision))
 
     def passed(self, now: float) -> None:
-        """All that has come before ``now`` was reported. Raises CollectiveTimeout."""
+        """Event: everything that came before ``now`` was reported. Raises CollectiveTimeout."""
         if self.decision is not None:
             return
         if self._leader < self._rank:
@@ -346,7 +346,7 @@ class Agreement:
         return [r for r in range(self._size) if r != self._rank and r not in self._joined and r not in self._ended]
 
     def _hear_probe(self, rank: int, message: Message) -> None:
-        """The answer of a process at a missing rank's socket. Raises NotARank if it is of no use."""
+        """Handle the answer of a process at a missing rank's socket. Raises NotARank for a useless answer."""
         me = self._me
         match message:
             case Challenge():
@@ -362,7 +362,7 @@ class Agreement:
         me = self._me
         if isinstance(message, Decided):
             decision = me.checked(message.decided)
-            # nobody sends it of his own accord but to those whom it leaves out
+            # only this rank's request, or being left out, brings a decision
             if caller in self._asked or any(member.id == me.id for member in decision.left_out):
                 self.decision = decision
             return self._act("close", caller)
@@ -378,7 +378,7 @@ class Agreement:
             self._act("send", caller, Tell())
         elif not isinstance(hello, Probe) and rank is not None:
             if rank in self._joined:
-                self._act("close", self._joined[rank][0])  # that connection was lost
+                self._act("close", self._joined[rank][0])  # the old connection was lost
             self._act("keep", caller)
             self._joined[rank] = caller, hello
             left = max(0.0, self._until - now)
@@ -416,7 +416,7 @@ class Agreement:
             self._go_on()
 
     def _go_on(self) -> None:
-        """All have answered."""
+        """Continue after all have answered."""
         if self._phase == "promised":
             found = (self._me.accepted, *(join.accepted for _, join in self._joined.values()))
             if accepted := [each for each in found if each]:
@@ -432,7 +432,7 @@ class Agreement:
         self._ask("accepted", Accept(self._me.promised, value))
 
     def _begin_again(self, now: float) -> None:
-        """A rank was lost in the middle: the others come again, with what they have promised and accepted."""
+        """Begin again after the loss of a rank: the others call again, with their promises and acceptances."""
         for channel, _ in self._joined.values():
             self._act("close", channel)
         self._joined.clear()

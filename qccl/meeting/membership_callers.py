@@ -1,4 +1,4 @@
-"""The processes that call the socket of a process in a group: ranks that agree on the next one, and those that join."""
+"""The callers of a group member's socket: ranks that agree on the next group, and processes that join."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MembershipCaller(Caller):
     """A connection that this process has accepted.
 
     Attributes:
-        nonce: what its first message must repeat.
+        nonce: the text that the caller's first message must repeat.
     """
 
     def __init__(self, connection: socket.socket, keys: Keys) -> None:
@@ -31,7 +31,7 @@ class MembershipCaller(Caller):
 
     @property
     def is_knock(self) -> bool:
-        """Whether it is a process that wants to join."""
+        """Whether the caller wants to join."""
         return bool(self.inbox) and isinstance(self.inbox[0], Knock)
 
 
@@ -42,9 +42,9 @@ class MembershipCallers(Callers[MembershipCaller]):
     know the id, which is random. There are two exceptions. A process that wants to join does not know the id. A rank
     that sends a decision to a stopped process does not wait for the nonce.
 
-    In a group that has a secret all of this runs inside TLS, except sealed messages (channel.py), and nothing of a
-    message is read before the caller has proved that it has the secret. TLS itself makes old messages useless, so no
-    nonce is sent.
+    In a group with a secret all of this runs inside TLS, except sealed messages (channel.py), and no byte of a message
+    is read before the caller has proved that it has the secret. TLS itself makes old messages useless, so no nonce is
+    sent.
     """
 
     def __init__(self, server: socket.socket, id: str, keys: Keys) -> None:
@@ -52,7 +52,7 @@ class MembershipCallers(Callers[MembershipCaller]):
         self._id = id
 
     def __iter__(self) -> Iterator[MembershipCaller]:
-        """The callers that have said what they want; the other callers may change meanwhile."""
+        """The callers that have said what they want. Other callers may come and go meanwhile."""
         return iter([each for each in self._known if each.inbox])
 
     def __del__(self) -> None:
@@ -65,14 +65,14 @@ class MembershipCallers(Callers[MembershipCaller]):
     def dismiss(
         self, caller: MembershipCaller, message: Message | None = None, seconds: float = ANSWER_SECONDS
     ) -> None:
-        """Close a connection, after a last ``message``, for which it has some seconds."""
+        """Close a connection after a last ``message``, which may take ``seconds``."""
         with contextlib.suppress(OSError):
             if message is not None:
                 caller.send(message, seconds)
         self.drop(caller)
 
     def hear(self) -> None:
-        """Accept all connections, and read what has come before. Never blocks."""
+        """Accept all connections, and read what earlier ones have sent. Never blocks."""
         self.accept()
         for caller in (*self._unknown, *self._known):
             if caller in self:
@@ -81,17 +81,17 @@ class MembershipCallers(Callers[MembershipCaller]):
 
     def _welcome(self, connection: socket.socket) -> MembershipCaller:
         caller = MembershipCaller(connection, self._keys)
-        if not self._keys.tls:  # at once: its answer may be there before it is the oldest
+        if not self._keys.tls:  # heard at once, before it can become the oldest caller
             with contextlib.suppress(OSError):
                 caller.send(Challenge(caller.nonce), 0)
         return caller
 
     def _oldest_known(self) -> MembershipCaller | None:
-        """A process that wants to join calls again."""
+        """A process that wants to join: it calls again."""
         return next((each for each, _ in self.knocks()), None)
 
     def _judge(self, caller: MembershipCaller) -> None:
-        """Find out what a caller wants."""
+        """Act on a caller's first message."""
         if caller in self._unknown and caller.inbox:
             self._admit(caller, caller.inbox[0])
         if caller not in self:
@@ -103,7 +103,7 @@ class MembershipCallers(Callers[MembershipCaller]):
 
     def _admit(self, caller: MembershipCaller, message: Message) -> None:
         match message:
-            case Look():  # it has seen what it wanted, and may call again
+            case Look():  # a Watch has seen that this process lives, and may call again
                 return self.drop(caller)
             case Decided():
                 pass
@@ -115,7 +115,7 @@ class MembershipCallers(Callers[MembershipCaller]):
         if isinstance(message, Knock):
             if len(self.knocks()) >= seats():
                 raise NotARank(NO_ROOM)
-        elif message.to != self._id:  # the process that had this port has ended
+        elif message.to != self._id:  # meant for an earlier process at this port, which has ended
             return self.dismiss(caller, Stranger(), 0)
         caller.until = Deadline(float("inf"))
         self._set_known(caller)

@@ -1,7 +1,7 @@
-"""The messages of processes that agree on a group: which there are, their fields, and the only place that reads them.
+"""The messages of processes that agree on a group, and the only place that parses them.
 
-Everything that is not one of these messages, with exactly its fields, of the right types and sizes, is NotARank. Nobody
-can rely on more than that: a caller that has read this file can send well-formed messages.
+Anything but one of these messages, with exactly its fields, of the right types and sizes, raises NotARank. Receivers
+must not rely on more than that: a caller that has read this file can send well-formed messages.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from qccl.meeting.strangers import NotARank
 
 __all__ = ["Decision", "Member", "Message", "parse", "parse_member"]
 
-#: seconds that a coordinator may ask a rank to wait, at most
+#: most seconds for which a coordinator may ask a rank to wait
 MOST_SECONDS = 86400.0
-#: processes in one list, at most
+#: most processes in one list
 _MOST_MEMBERS = 4096
 
 _Id = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
-#: the labels of a name have 1 to 63 bytes
+#: a host's name, with labels of 1 to 63 bytes, or its address
 _Host = Annotated[str, Meta(max_length=255, pattern=r"\A[0-9A-Za-z:%_-]{1,63}(?:\.[0-9A-Za-z:%_-]{1,63})*\.?\Z")]
 _Number = Annotated[int, Meta(ge=0, le=1 << 62)]
-#: its number, and the rank that coordinates it
+#: (number of the ballot, rank of its coordinator)
 Ballot = tuple[_Number, Annotated[int, Meta(ge=0, le=_MOST_MEMBERS)]]
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A process.
+    """A process of a group.
 
     Attributes:
-        id: unique, and random: who knows it has heard it from a rank.
-        host, port: the address of its socket.
-        machine: its machine and network namespace, of topology.machine().
-        worker: the address of its wire.
-        seal: checksum of the other fields. UCX ends the process that connects to an address that is none, so nothing
-            damaged or made up may reach it.
+        id: unique and random, so only a rank can have told it to others.
+        host, port: the address of the process's socket.
+        machine: the process's machine and network namespace, from topology.machine().
+        worker: the address of the process's wire.
+        seal: checksum of the other fields. UCX ends a process that connects to an invalid address, so no damaged or
+            invented address may reach UCX.
     """
 
     id: _Id
@@ -56,7 +56,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @classmethod
     def make(cls, id: str, host: str, port: int, machine: str, worker: bytes) -> Member:
-        """With its seal."""
+        """A member with its seal."""
         return cls(id, host, port, machine, worker, _seal(id, host, port, machine, worker.hex()))
 
     @property
@@ -69,12 +69,12 @@ _Members = Annotated[tuple[Member, ...], Meta(max_length=_MOST_MEMBERS)]
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A group.
+    """A group on which the ranks have agreed.
 
     Attributes:
-        epoch: its number.
-        members: in the order of their ranks.
-        calls: the number of their next call.
+        epoch: the number of the group.
+        members: the processes in the order of their ranks.
+        calls: the number of the group's next call.
         left_out: ranks of earlier groups that have not ended, and perhaps do not know that they are left out.
     """
 
@@ -92,7 +92,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """Base of all messages."""
 
     def packed(self) -> bytes:
-        """For a Channel. Raises EngineError for a message that is too long: of a group of several thousand ranks."""
+        """The message as bytes, for a Channel. Raises EngineError if it is too long: for several thousand ranks."""
         content = msgspec.json.encode(self)
         if len(content) > MOST_NBYTES:
             raise EngineError(
@@ -103,20 +103,20 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class Challenge(Message, frozen=True):
-    """The process that was called begins. The caller's first message repeats the nonce, so an old one is of no use."""
+    """The called process's first message. The caller's answer repeats the nonce, so old messages are useless."""
 
     nonce: _Id
 
 
 class Knock(Message, frozen=True):
-    """A process wants to join."""
+    """The request of a process that wants to join."""
 
     nonce: _Id
     member: Member
 
 
 class Join(Message, frozen=True):
-    """A rank says who it is, and follows the called one."""
+    """The first message of a rank that follows the called rank as its coordinator."""
 
     nonce: _Id
     to: _Id
@@ -132,29 +132,29 @@ class Join(Message, frozen=True):
 
 
 class Probe(Join, frozen=True):
-    """A rank says who it is, and does not follow."""
+    """The first message of a rank that does not follow the called one."""
 
 
 class Look(Message, frozen=True):
-    """The greeting of a Watch: it only wants to know whether this process lives."""
+    """The greeting of a Watch, which only asks whether the process lives."""
 
 
 class Wait(Message, frozen=True):
-    """The coordinator asks for patience."""
+    """The coordinator's request to wait longer."""
 
     seconds: Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
 
 
 class Stranger(Message, frozen=True):
-    """The called process is another one."""
+    """The answer of a process that is not the one that was called."""
 
 
 class Tell(Message, frozen=True):
-    """The other side is to tell its latest group."""
+    """A request to tell the latest group."""
 
 
 class Prepare(Message, frozen=True):
-    """The coordinator asks for a promise."""
+    """The coordinator's request for a promise."""
 
     ballot: Ballot
 
@@ -164,7 +164,7 @@ class Promised(Message, frozen=True):
 
 
 class Accept(Message, frozen=True):
-    """The coordinator proposes a group."""
+    """The coordinator's proposal of a group."""
 
     ballot: Ballot
     value: Decision
@@ -175,7 +175,7 @@ class Accepted(Message, frozen=True):
 
 
 class Decided(Message, frozen=True):
-    """A group that exists; ``to``: the id of the process that hears of it."""
+    """The announcement of a group; ``to``: the id of the addressed process."""
 
     to: _Id
     decided: Decision
@@ -198,7 +198,7 @@ _T = TypeVar("_T")
 
 
 def parse(content: bytes) -> Any:
-    """The message. Raises NotARank."""
+    """The message with this content. Raises NotARank."""
     return _decoded(_messages, content)
 
 

@@ -1,4 +1,4 @@
-"""Network interfaces: where a rank listens, and over which interface it reaches the others."""
+"""The network interfaces where a rank listens, and over which it reaches the others."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SIOCGIFADDR = 0x8915
 
 
 class Network(NamedTuple):
-    """Where a rank listens, and how it reaches the others.
+    """The facts that decide where a rank listens, and how it reaches the others.
 
     Attributes:
         master: a host that all ranks reach; None: unknown.
         is_local: all ranks are on this machine, and in its network namespace.
-        shares_memory: and they can share memory, so that UCX needs no network.
+        shares_memory: the ranks are local, and can share memory, so that UCX needs no network.
         is_alone: no other rank is on this machine.
     """
 
@@ -37,7 +37,7 @@ class Network(NamedTuple):
     def towards(
         cls, master: str | None, *, is_local: bool = False, shares_memory: bool = False, is_alone: bool = False
     ) -> Network:
-        """The network that leads to ``master``, which may say itself that all ranks are on this machine."""
+        """The network that leads to ``master``; a loopback address means that all ranks are on this machine."""
         return cls(master, is_local or (master is not None and is_loopback(master)), shares_memory, is_alone)
 
     @property
@@ -49,7 +49,7 @@ class Network(NamedTuple):
         return _interface_to(self.master) if self.master and not _rdma_devices() else None
 
     def own_host(self) -> str:
-        """This machine's address for the other ranks, or a name of it."""
+        """This machine's address or name for the other ranks."""
         chosen = _address_of(_wanted_interface().partition(",")[0])
         if chosen:
             return chosen
@@ -57,14 +57,14 @@ class Network(NamedTuple):
             return "::1" if self.master == "::1" else "127.0.0.1"
         host = self.master or socket.gethostname()
         own = _address_towards(host)
-        # the loopback interface leads to this machine, whose name is known
+        # the way leads over the loopback interface, so host is this machine
         return own if own and not is_loopback(own) else host
 
 
 def own_address(network: Network, known: str | None = None) -> str | None:
-    """The number of this machine's address for gloo; None: unknown, or gloo finds it by GLOO_SOCKET_IFNAME.
+    """This machine's numeric address for gloo; None: unknown, or gloo finds it by GLOO_SOCKET_IFNAME.
 
-    A name would not do: in Debian's /etc/hosts a machine's own name is 127.0.1.1. ``known``: the address at which
+    A name is not enough: in Debian's /etc/hosts a machine's own name is 127.0.1.1. ``known``: the address at which
     another machine has reached this one.
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -76,7 +76,7 @@ def own_address(network: Network, known: str | None = None) -> str | None:
 
 
 def _wanted_interface() -> str:
-    """The network interfaces that QCCL_NET names; nothing if it is not set. Raises ArgumentError for unknown ones."""
+    """The network interfaces that QCCL_NET names; empty if it is not set. Raises ArgumentError for unknown ones."""
     wanted = os.environ.get("QCCL_NET", "")
     there = {name for _, name in socket.if_nameindex()} | set(_rdma_devices())
     unknown = [name for name in wanted.split(",") if wanted and name.partition(":")[0] not in there]
@@ -93,7 +93,7 @@ def _rdma_devices() -> list[str]:
 
 
 def _interface_to(host: str) -> str | None:
-    """The network interface that leads to ``host``; None where that is this machine itself, or unknown."""
+    """The network interface that leads to ``host``; None if that is this machine itself, or unknown."""
     own = _address_towards(host)
     if own and not is_loopback(own):
         for _, name in socket.if_nameindex():

@@ -1,7 +1,7 @@
-"""A rank's part in agreeing on the next group, over TCP: the driver of membership.py.
+"""Drives the agreement of membership.py over TCP.
 
-Each rank has a listening socket, calls those of others, and gives what it hears to the state machine, which says what
-to send. The socket stays for as long as the process is in a group, and is how others find that the process has ended.
+Each rank has a listening socket, calls the sockets of others, and gives their messages to the state machine, which says
+what to send. The socket stays open as long as the process is in a group: others find by it that the process has ended.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class MembershipSocket(Membership):
     def __init__(self, host: str, ports: Sequence[int] = (), secret: bytes | None = None) -> None:
         """``host``: the address at which the others reach this process; see listen().
 
-        ``ports``: those at which it may listen; none: any. ``secret``: the job's 32 bytes, without which nobody is
-        heard. Raises OSError if all ports are used.
+        ``ports``: the ports at which it may listen; empty: any port. ``secret``: the job's 32 bytes; with it only
+        callers that have it are heard. Raises OSError if all ports are used.
         """
         server = listen_at(host, ports)
         super().__init__(os.urandom(16).hex(), host, int(server.getsockname()[1]))
         self._keys = Keys.of(secret)
         self._callers = MembershipCallers(server, self.id, self._keys)
-        self._reached: set[str] = set()  # ids of processes
+        self._reached: set[str] = set()  # ids of processes whose sockets were reached
         self._agrees = False
 
     def close(self) -> None:
-        """Leave: from now on this process counts as ended. Idempotent."""
+        """Leave the group: from now on this process counts as ended. Idempotent."""
         self._callers.close()
 
     @property
@@ -60,23 +60,23 @@ class MembershipSocket(Membership):
         return make_greeting(self._keys.seal)
 
     def look_at_names(self, watch: Watch) -> None:
-        """When a group begins: find out whether the sockets can be reached that a Watch does not see."""
+        """When a group begins, find out which of the sockets can be reached that a Watch does not see."""
         for rank in watch.unseen:  # usually rank 0 alone has a name
             with contextlib.suppress(OSError), self.call(self.members[rank], is_sealed=True) as channel:
                 channel.send(Look(), 0)
 
     def look(self, watch: Watch) -> None:
-        """When all ranks of a group have met: find out whose sockets can be reached."""
+        """When all ranks of a group have met, find out whose sockets can be reached."""
         self._reached |= {self.members[rank].id for rank in watch.reach()}
 
     def hear(self) -> None:
-        """Drop those who only looked."""
+        """Drop callers that only looked whether this process lives."""
         self._callers.hear()
 
     def check_whole(self) -> None:
-        """While this group is connected: raise PeerLost if one of its ranks asks for the next one already.
+        """While this group connects, raise PeerLost if one of its ranks already asks for the next group.
 
-        A process that has missed that it is in the group hears it again.
+        Processes that have missed that they are in this group are told again.
         """
         self.hear()
         self._tell_newcomers()
@@ -95,8 +95,8 @@ class MembershipSocket(Membership):
     def call(self, member: Member, seconds: float = CONNECT_SECONDS, *, is_sealed: bool = False) -> Channel:
         """A connection to a process. Raises ConnectionRefusedError if it has ended, else another OSError.
 
-        A refusal counts as in watch.py, which says what remains undecidable. A rank behind a firewall that refuses is
-        silent to those whom it does not call itself. ``is_sealed``: for a message that must not wait for an answer.
+        A refusal counts as watch.py says. A rank behind a refusing firewall seems silent unless it calls itself.
+        ``is_sealed``: for a message that must not wait for an answer.
         """
         try:
             channel = self._call(member.place, seconds, is_sealed=is_sealed)
@@ -116,7 +116,7 @@ class MembershipSocket(Membership):
         return _has_left_port(self.members[rank])
 
     def inform(self, processes: Iterable[Member], decision: Decision) -> list[Member]:
-        """Send a decision to processes that it leaves out; returns those that are out of reach."""
+        """Send a decision to processes that it leaves out. Returns the processes that are out of reach."""
         out_of_reach = []
         deadline = Deadline(ANSWER_SECONDS)
         for process in processes:
@@ -124,17 +124,17 @@ class MembershipSocket(Membership):
                 with self.call(process, deadline.remaining(), is_sealed=True) as channel:
                     channel.send(Decided(process.id, decision))
             except ConnectionRefusedError:
-                pass  # it has ended
+                pass  # the process has ended
             except OSError:
                 out_of_reach.append(process)
         return out_of_reach
 
     def find_ended(self, suspect: int) -> int | None:
-        """A rank whose process has ended, ``suspect`` if it has; None if none ends within a moment.
+        """A rank whose process has ended, preferably ``suspect``; None if no process ends within a moment.
 
         A rank that gives up after the loss of another one closes its connections, too, and its last message may be
-        lost. So the end of a connection does not tell who was lost. During an agreement, which finds that out itself,
-        this is None at once.
+        lost. So the end of a connection does not tell who was lost. Returns None at once during an agreement, which
+        finds that out itself.
         """
         if self._agrees:
             return None
@@ -162,11 +162,11 @@ class MembershipSocket(Membership):
         grows: bool = False,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Decision:
-        """Collective: the next group, of the ranks that take part, and with ``grows`` of the processes in knock().
+        """Collective: the next group of the ranks that take part, with ``grows`` also of the processes in knock().
 
-        It calls ``meanwhile`` every few milliseconds. The ranks that have not ended and do not come cost ``timeout``
-        seconds together, or each if they would have coordinated. Raises PeerLost if the group goes on without this
-        rank, CollectiveTimeout if too many are silent.
+        Calls ``meanwhile`` every few milliseconds. Ranks that have not ended and do not come cost ``timeout`` seconds
+        together; those that should have coordinated cost ``timeout`` each. Raises PeerLost if the group goes on without
+        this rank, CollectiveTimeout if too many are silent.
         """
         newcomers = [message.member for _, message in self._knocks()] if grows else []
         own = Own(self.member(worker), calls, list({each.id: each for each in newcomers}.values()))
@@ -207,7 +207,7 @@ class MembershipSocket(Membership):
         if self.adopt(decision):
             self._callers.hear()
             self._tell_newcomers()
-        _ = self.rank  # raises
+        _ = self.rank  # raises PeerLost if the group has left this process out
         return self.latest
 
     def _tell_newcomers(self) -> None:
@@ -219,12 +219,12 @@ class MembershipSocket(Membership):
 
 
 def _has_left_port(member: Member) -> bool:
-    """Whether a process of this machine does not listen any more: others may have this machine's address behind NAT."""
+    """Whether a process of this machine has stopped listening; behind NAT other machines may have its address."""
     return member.machine == machine() and is_free(member.host, member.port)
 
 
 class _Driver:
-    """Does what an agreement wants, and tells it what comes."""
+    """Executes the agreement's actions and feeds it incoming messages."""
 
     def __init__(
         self,
@@ -234,10 +234,10 @@ class _Driver:
         meanwhile: Callable[[], None],
     ) -> None:
         self._me, self._agreement, self._callers, self._meanwhile = me, agreement, callers, meanwhile
-        self._channels: dict[Hashable, Channel] = {}  # to ranks that were called, and of callers that were kept
+        self._channels: dict[Hashable, Channel] = {}  # connections to called ranks, and kept callers
 
     def run(self) -> Decision:
-        """The next group. Raises CollectiveTimeout."""
+        """Drive the agreement until the next group is decided. Raises CollectiveTimeout."""
         try:
             while True:
                 self._act()
@@ -261,11 +261,12 @@ class _Driver:
                 self._lose(action)
 
     def _lose(self, action: Action) -> None:
-        """A connection has failed, or a signal's handler has raised such an error, perhaps after the message was sent.
+        """Close a connection after an OSError of an action, and report the loss.
 
-        So the connection is closed: the rank at its other end would otherwise wait for what follows.
+        A signal handler may have raised the error after the message was sent; the rank at the other end would then
+        wait for the next message.
         """
-        if action.do == "inform":  # its own errors are caught there
+        if action.do == "inform":  # inform() catches the errors of its connections
             self._agreement.actions.insert(0, action)
             return
         channel = self._channels.pop(action.channel, action.channel)
@@ -300,7 +301,7 @@ class _Driver:
             self._agreement.lost(rank, time.monotonic(), reached=False)
 
     def _hear_channels(self) -> None:
-        """Wait a moment, and give the agreement what has come on its channels."""
+        """Wait a moment, and give the agreement the messages of its channels."""
         poll = select.poll()
         for channel in self._channels.values():
             poll.register(channel, select.POLLIN)

@@ -1,7 +1,7 @@
-"""The meeting of ranks over TCP: each sends some bytes to rank 0 and gets those of all. For programs without MPI.
+"""A meeting over TCP, for programs without MPI: each rank sends some bytes to rank 0, and gets the bytes of all.
 
 torchrun sets MASTER_ADDR and MASTER_PORT, and so may scripts. torchrun's own store listens at MASTER_PORT, so rank 0
-listens ``PORT_OFFSET`` above it, or at QCCL_PORT where that is set.
+listens ``PORT_OFFSET`` above it, or at QCCL_PORT if that is set.
 
 The first gather connects each rank to rank 0, and finds out who is a rank (meeting_host.py). Its connections serve all
 gathers of the meeting, so that each further one takes a single round trip. With a ``key``, which follows from the job's
@@ -42,13 +42,12 @@ __all__ = ["PORT_OFFSET", "Rendezvous", "meeting_place"]
 
 PORT_OFFSET = 17
 
-#: a process numbers its meetings for each place, size and job, so that a rank ahead of the others does not take part in
-#: their meeting
+#: numbers of this process's meetings, by place, size and job: a rank that is ahead must not join an earlier meeting
 _numbers: dict[tuple[tuple[str, int], int, str], Iterator[int]] = {}
 
 
 def meeting_place(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Host and port from MASTER_ADDR, MASTER_PORT and QCCL_PORT. Raises ArgumentError where they do not say."""
+    """Host and port from MASTER_ADDR, MASTER_PORT and QCCL_PORT. Raises ArgumentError for missing or invalid ones."""
     host = host_of(environ.get("MASTER_ADDR", ""))
     text = environ.get("QCCL_PORT") or environ.get("MASTER_PORT")
     if not host or not text:
@@ -72,7 +71,7 @@ def meeting_place(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
 
 
 def _number(place: tuple[str, int], size: int, job: str) -> int:
-    """Which meeting of this process it is there."""
+    """The number of this process's next meeting with this place, size and job."""
     return next(_numbers.setdefault((place, size, job), itertools.count(1)))
 
 
@@ -91,13 +90,13 @@ class Rendezvous:
     ) -> None:
         """``place`` is host and port of rank 0; ``is_local`` says that all ranks are on this machine.
 
-        Ranks of another ``job`` or size are told to go, and those of another meeting (their number with this place,
-        size and job in the process) to wait. ``key``: 32 bytes that the ranks alone have, for TLS.
+        Rank 0 refuses ranks of another ``job`` or size, and tells ranks of another meeting (see _numbers) to wait.
+        ``key``: 32 bytes for TLS, which only the ranks have; None: no TLS.
         """
-        self._channels: dict[int, Channel] = {}  # on rank 0 to the others, on the others to rank 0
+        self._channels: dict[int, Channel] = {}  # rank 0's connections to the others, or a rank's to rank 0
         self._rank, self._size, self._place = rank, size, place
         self._is_local, self._keys = is_local, Keys(key or b"", seal(job))
-        self._number = 0  # before the first gather
+        self._number = 0  # set by the first gather
         self._name = (place, size, job)
 
     def __enter__(self) -> Rendezvous:
@@ -115,9 +114,9 @@ class Rendezvous:
             self._channels.popitem()[1].close()
 
     def own_address(self) -> str | None:
-        """The number of the address at which rank 0 and a rank of another machine have reached each other, of this end.
+        """This machine's numeric address at which rank 0 and a rank of another machine have reached each other.
 
-        None: all ranks came over the loopback interface, or the ranks have not met.
+        None if all ranks came over the loopback interface, or have not met.
         """
         found = (own_end(each.fileno()) for each in self._channels.values())
         return next((each for each in found if not is_loopback(each)), None)
@@ -125,9 +124,9 @@ class Rendezvous:
     def gather(self, note: bytes, timeout: float) -> list[bytes]:
         """Collective: the notes of all ranks, in rank order.
 
-        A note has at most NOTE_NBYTES. Raises CollectiveTimeout, MismatchError for a rank of another group, PeerLost
-        where a rank has left the meeting, EngineError for another program at that port, or for one without the key.
-        After an error the meeting is over.
+        A note has at most NOTE_NBYTES. Raises CollectiveTimeout, MismatchError for a rank of another group, PeerLost if
+        a rank has left the meeting, EngineError for another program at that port or a process without the key. After an
+        error the meeting is over.
         """
         if len(note) > NOTE_NBYTES:
             raise ArgumentError(f"a note of {len(note)} bytes; a meeting takes at most {NOTE_NBYTES} from each rank")
@@ -144,7 +143,7 @@ class Rendezvous:
             raise
 
     def _meet(self, note: bytes, deadline: Deadline) -> list[bytes]:
-        """The first gather."""
+        """Do the first gather."""
         if self._rank:
             hello = Hello(self._rank, self._size, self._number, os.urandom(8), note)
             notes, self._channels[0] = _Call(hello, self._place, self._keys).ask(deadline)
@@ -157,7 +156,7 @@ class Rendezvous:
             return notes
 
     def _collect(self, note: bytes, deadline: Deadline) -> list[bytes]:
-        """A further gather, on rank 0."""
+        """Do a further gather, on rank 0."""
         notes = [note]
         for rank in range(1, self._size):
             with self._errors(f"rank {rank} did not come to the meeting again", f"rank {rank} has", deadline):
@@ -169,7 +168,7 @@ class Rendezvous:
         return notes
 
     def _exchange(self, note: bytes, deadline: Deadline) -> list[bytes]:
-        """A further gather, on the others."""
+        """Do a further gather, on the other ranks."""
         late = f"rank 0 did not bring the notes of all ranks to {place_text(self._place)}"
         with self._errors(late, "rank 0, or a rank that it waited for, has", deadline):
             self._channels[0].send(MeetingMessage(MeetingKind.NOTE, note), deadline.remaining())
@@ -180,10 +179,10 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def _errors(self, late: str, who: str, deadline: Deadline) -> Iterator[None]:
-        """Raise CollectiveTimeout, with what is ``late``, or PeerLost instead of a connection's errors."""
+        """Turn a connection's errors into CollectiveTimeout, with the text ``late``, or PeerLost."""
         try:
             yield
-        except (TimeoutError, BlockingIOError):  # the latter where the time was over before
+        except (TimeoutError, BlockingIOError):  # BlockingIOError if no time was left
             raise CollectiveTimeout(f"{late} within {deadline.seconds} s") from None
         except OSError as error:
             raise PeerLost(
@@ -192,7 +191,7 @@ class Rendezvous:
             ) from error
 
     def _receive(self, rank: int, kind: MeetingKind, deadline: Deadline) -> bytes:
-        """The content of a rank's next message. Raises OSError where there is none."""
+        """The content of a rank's next message. Raises OSError if there is none."""
         if not self._channels:
             raise ConnectionError("the meeting is over")
         found = self._channels[rank].receive(deadline)
@@ -230,8 +229,8 @@ class _Call:
         self._hello, self._place, self._keys = hello, place, keys
         self._where = place_text(place)
         self._has_met = False
-        self._hint = ""  # what may be wrong where rank 0 ends connections; it stays until rank 0 answers
-        self._unresolved = ""  # why the last try has not found rank 0's address
+        self._hint = ""  # a guess why rank 0 ends connections; kept until rank 0 answers
+        self._unresolved = ""  # why the last try did not find rank 0's address
 
     def ask(self, deadline: Deadline) -> tuple[list[bytes], Channel]:
         """All ranks' notes, and the connection to rank 0."""
@@ -254,7 +253,7 @@ class _Call:
         )
 
     def _try(self, deadline: Deadline) -> tuple[list[bytes], Channel] | None:
-        """One call; None, or an OSError: rank 0 is to be called again."""
+        """Call rank 0 once. None or an OSError means: call again."""
         self._unresolved = ""
         most = 1 + self._hello.size * (4 + NOTE_NBYTES)
         try:
@@ -273,7 +272,7 @@ class _Call:
         return None
 
     def _converse(self, channel: Channel, deadline: Deadline) -> list[bytes] | None:
-        """The notes, from the process that was called; None: call again. Raises OSError where it hangs up."""
+        """The notes from the called process; None: call again. Raises OSError if the process hangs up."""
         try:
             return self._answers(channel, deadline)
         except OtherJob as error:
@@ -294,7 +293,7 @@ class _Call:
             ) from error
 
     def _answers(self, channel: Channel, deadline: Deadline) -> list[bytes] | None:
-        is_proven, has_answered = bool(self._keys.tls), False  # TLS has proved it
+        is_proven, has_answered = bool(self._keys.tls), False  # TLS proves that rank 0 has the key
         if is_proven:
             self._hint = "; perhaps rank 0 has no token: set the same QCCL_TOKEN on all ranks"
         channel.send(self._hello.message(), deadline.remaining())

@@ -1,9 +1,9 @@
-"""The token that a user gives all ranks of a job, the job's secret, and the keys that follow from them.
+"""The token that a user gives all ranks of a job, the job's secret, and the keys derived from them.
 
 The **token** is a text in QCCL_TOKEN, or in a file that QCCL_TOKEN_FILE names and that only its owner may read. It
-protects the meeting in which the ranks find each other. There rank 0 gives the others 32 random bytes, from which, with
-the token if there is one, each rank computes the **job's secret**. For each purpose another key is derived, so that a
-key that becomes known tells nothing of the others.
+protects the meeting in which the ranks find each other. There rank 0 gives the others 32 random bytes. Each rank
+computes the **job's secret** from these bytes and from the token, if there is one. Each purpose has a key of its own,
+so that a key that becomes known tells nothing about the others.
 
 Tokens, secrets and keys are never part of a message, a log or a repr().
 """
@@ -35,9 +35,9 @@ __all__ = [
     "write_token",
 ]
 
-#: length of a secret, and of a key
+#: bytes of a secret, and of a key
 NBYTES = 32
-#: characters of a token, at least, and bytes of its file, at most
+#: least characters of a token, and most bytes of its file
 _LEAST, _MOST_NBYTES = 16, 4096
 _ADVICE = "make one with: qccl-bench token FILE"
 
@@ -64,14 +64,14 @@ def derive(secret: bytes, purpose: str) -> Secret:
 def job_secret(drawn: bytes, token: bytes | None) -> Secret:
     """The secret of a job whose rank 0 has drawn these bytes; ``token``: token_key().
 
-    With a token the secret follows from both: who reads only the notes, as in a store without encryption, does not have
+    With a token the secret depends on both, so a reader of the notes, which a store keeps unencrypted, does not know
     it.
     """
     return derive(hmac.digest(token or bytes(NBYTES), drawn, "sha256"), "job")
 
 
 def token_key(environ: Mapping[str, str] = os.environ) -> Secret | None:
-    """The secret from which all keys of the token are derived; None where the environment names no token.
+    """The secret from which all keys of the token are derived; None if the environment names no token.
 
     Raises ArgumentError for a token that is too short, and for a file that others may read.
     """
@@ -89,7 +89,7 @@ def token_key(environ: Mapping[str, str] = os.environ) -> Secret | None:
 
 @cache
 def _stretch(token: Secret) -> Secret:
-    """Takes some hundredths of a second, so that a token that a person has thought up is not soon guessed."""
+    """Derive a key slowly, in some hundredths of a second, so that a token invented by a person is hard to guess."""
     try:
         return Secret(hashlib.scrypt(token, salt=b"qccl token", n=1 << 14, r=8, p=1, dklen=NBYTES))
     except AttributeError:
@@ -130,5 +130,5 @@ def new_token() -> str:
 def write_token(path: Path) -> None:
     """Make a file with a new token, which only this user may read. Raises FileExistsError if it is there."""
     with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        os.fchmod(file.fileno(), 0o600)  # whatever the umask is
+        os.fchmod(file.fileno(), 0o600)  # independent of the umask
         file.write(new_token() + "\n")

@@ -1,7 +1,7 @@
-"""TCP connections by TLS 1.3 with a key that both sides have, in the form of Python's sockets.
+"""TCP connections encrypted by TLS 1.3 with a key that both sides have, in the form of Python's sockets.
 
-OpenSSL is called by native code (kernels/tls/tls.h). Nothing that the other side has sent is returned before it has
-proved that it has the key, and the same holds the other way round.
+Native code calls OpenSSL (kernels/tls/tls.h). No side returns received bytes before the other side has proved that it
+has the key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qccl.meeting.strangers import NotARank
 
 __all__ = ["Connection", "SecureSocket"]
 
-#: given to OpenSSL at a time
+#: most bytes given to OpenSSL at a time
 _PART_NBYTES = 1 << 20
 
 
@@ -26,7 +26,7 @@ class SecureSocket:
     """A connected socket with the methods of socket.socket that this package uses; they raise the same errors.
 
     The first recv() or sendall() begins the handshake. A server does nothing, and keeps no memory for it, until the
-    other side has sent something. A handshake with one that does not have the key raises NotARank.
+    other side has sent something. A handshake with a process without the key raises NotARank.
 
     Attributes:
         is_proved: the other side has proved that it has the key.
@@ -48,7 +48,7 @@ class SecureSocket:
         self.close()
 
     def fileno(self) -> int:
-        """For select; -1 when it is closed."""
+        """The descriptor, for select; -1 after close()."""
         if self._stream is not None:
             return self._stream.fileno()
         return -1 if self._plain is None else self._plain.fileno()
@@ -63,7 +63,7 @@ class SecureSocket:
         self._stream = self._plain = None
 
     def settimeout(self, seconds: float | None) -> None:
-        """How long recv() and sendall() may take; None: as long as they need; 0: they never wait."""
+        """Set how long recv() and sendall() may take; None: without a limit; 0: they never wait."""
         self._timeout = seconds
 
     def setblocking(self, flag: bool) -> None:
@@ -71,7 +71,7 @@ class SecureSocket:
         self._timeout = None if flag else 0.0
 
     def recv(self, nbytes: int) -> bytes:
-        """At most so many bytes; none if the other side has ended in order."""
+        """Receive at most ``nbytes``; nothing if the other side has closed in order."""
         deadline = self._deadline()
         while True:
             stream = self._open(deadline)
@@ -84,7 +84,7 @@ class SecureSocket:
             self._wait(stream, deadline)
 
     def sendall(self, content: bytes) -> None:
-        """Send all of it. After an error nobody knows how much was sent, and the connection is of no more use."""
+        """Send all of ``content``. After an error it is unknown how much was sent: close the connection."""
         deadline, sent = self._deadline(), 0
         stream = self._open(deadline)
         if stream is None:
@@ -97,7 +97,7 @@ class SecureSocket:
                 sent += some
 
     def _open(self, deadline: Deadline) -> _host.TlsStream | None:
-        """The stream, which a server makes when the first bytes have come; None where the other side ends instead."""
+        """The stream, which a server makes when the first bytes come; None if the other side ends instead."""
         if self._stream is None:
             if self._plain is None:
                 raise OSError("this connection is closed")
@@ -116,7 +116,7 @@ class SecureSocket:
             try:
                 self.is_proved = stream.handshake()
             except ConnectionError as error:
-                if str(error).startswith("TLS"):  # otherwise the connection was cut
+                if str(error).startswith("TLS"):  # other errors mean that the connection was cut
                     raise NotARank("it does not have the secret, or speaks another protocol") from error
                 raise
         return self.is_proved
@@ -125,7 +125,7 @@ class SecureSocket:
         return Deadline(math.inf if self._timeout is None else self._timeout)
 
     def _wait(self, stream: _host.TlsStream, deadline: Deadline) -> None:
-        """Until the stream may go on. Raises BlockingIOError where it may not wait, TimeoutError at the deadline."""
+        """Wait until the stream can go on. Raises BlockingIOError if it may not wait, TimeoutError at the deadline."""
         if self._timeout == 0:
             raise BlockingIOError
         poll = select.poll()

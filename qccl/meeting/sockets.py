@@ -1,4 +1,4 @@
-"""TCP sockets of this package: addresses as text, listening only where the other ranks call, and safe connects."""
+"""TCP sockets: addresses as text, listening only where the other ranks call, and safe connects."""
 
 from __future__ import annotations
 
@@ -33,29 +33,26 @@ __all__ = [
 ]
 
 Place = tuple[str, int]
-#: connections that wait until a process accepts them, at most
+#: most connections that wait until a process accepts them
 BACKLOG = 1024
-#: one wait for a socket, at most: the system's calls take less than 2**31 ms
+#: most seconds of one wait for a socket: the system's calls accept less than 2**31 ms
 LONGEST_SECONDS = 1e6
 
 
 def host_of(text: str) -> str:
-    """A host of an address, without the brackets that IPv6 addresses have beside a port."""
+    """The host of an address, without the brackets around an IPv6 address beside a port."""
     return text[1:-1] if text.startswith("[") and text.endswith("]") else text
 
 
 def host_and_port(text: object) -> Place | None:
-    """The parts of "host:port" or "[address]:port"; None where ``text`` is neither."""
+    """The parts of "host:port" or "[address]:port"; None for any other text."""
     host, _, port = str(text).rpartition(":")
     is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
     return (host_of(host), int(port)) if is_host(host_of(host)) and is_port else None
 
 
 def is_host(text: str) -> bool:
-    """Whether ``text`` may be a name or an address, though perhaps of no host: its labels have 1 to 63 bytes.
-
-    Neither has brackets, which are around an address of IPv6 beside a port.
-    """
+    """Whether ``text`` has the form of a name, with labels of 1 to 63 bytes, or of an address, without brackets."""
     with contextlib.suppress(UnicodeError):
         return bool(text.encode("idna")) and text.isprintable() and not set(text) & {"[", "]"}
     return False
@@ -70,7 +67,7 @@ def place_text(place: Place) -> str:
 def is_loopback(host: str) -> bool:
     """Whether ``host`` is this machine for every machine: "localhost", or an address of the loopback interface.
 
-    A machine's own name is not, even if it resolves to such an address there (127.0.1.1 in Debian's /etc/hosts).
+    A machine's own name is not loopback, even if it resolves to such an address (127.0.1.1 in Debian's /etc/hosts).
     """
     if host == "localhost":
         return True
@@ -80,9 +77,9 @@ def is_loopback(host: str) -> bool:
 
 
 def connect(place: Place, timeout: float) -> socket.socket:
-    """A connection to ``place``. Raises ConnectionRefusedError where nobody listens.
+    """A connection to ``place``. Raises ConnectionRefusedError if nobody listens.
 
-    The addresses of a name share the time.
+    All addresses of a name share the timeout.
     """
     _check_host(place[0])
     deadline = Deadline(min(timeout, LONGEST_SECONDS))
@@ -106,26 +103,26 @@ def _connect(address: Any, timeout: float) -> socket.socket:
 
 
 def own_end(descriptor: int) -> str:
-    """The number of the address of this end of a TCP connection."""
+    """The numeric address of this end of a TCP connection."""
     with socket.socket(fileno=os.dup(descriptor)) as connection:
         return str(connection.getsockname()[0]).removeprefix("::ffff:")
 
 
 def send_at_once(connection: socket.socket) -> None:
-    """Let no message wait until the one before is acknowledged, which takes a round trip (Nagle's algorithm)."""
+    """Turn off Nagle's algorithm, in which a message waits a round trip for the acknowledgement of the one before."""
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def check_connected(connection: socket.socket) -> None:
-    """Raise the error with which a connect has ended: ConnectionRefusedError where nobody listens.
+    """Raise the error with which a connect has ended: ConnectionRefusedError if nobody listens.
 
     A socket that calls a port from which the system takes the ports of callers may get this very port, and is then
     connected to itself. That counts as refused.
     """
     error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if error:
-        raise OSError(error, os.strerror(error))  # of the class that belongs to the number
+        raise OSError(error, os.strerror(error))  # Python picks the subclass by the number
     if connection.getsockname() == connection.getpeername():
         raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there: the socket called itself")
 
@@ -141,20 +138,21 @@ def is_abandoned(family: int, place: tuple[str, int] | tuple[str, int, int, int]
         socket.socket(family, socket.SOCK_STREAM) as free,
         socket.socket(family, socket.SOCK_DGRAM) as route,
     ):
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the past do not keep a port
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # old connections then do not block the port
         free.bind(place)
-        route.connect(place)  # sends nothing; systems may allow to bind addresses of others (ip_nonlocal_bind)
+        route.connect(place)  # sends nothing; needed because ip_nonlocal_bind allows addresses of other machines
         return is_loopback(host) or route.getsockname()[0] == host
     return False
 
 
 def listen(host: str = "", port: int = 0, *, is_local: bool = False) -> socket.socket:
-    """A socket for connections to ``host``: to this address alone, or to all where it is not one of this machine.
+    """A listening socket at the address of ``host``, or at all addresses of this machine if others may call another
+    one.
 
-    All are also used where ``host`` is a name with several addresses, as of IPv6 and IPv4, because another machine may
-    know one of them only; and where it is a name for an address of the loopback interface, because it may mean this
-    machine's network address on other machines. ``is_local`` says that there are none. Port 0: any that is free.
-    Raises OSError, with errno.EADDRINUSE where the port is used.
+    It listens at all if ``host`` is not an address of this machine; if it is a name with several addresses, such as
+    IPv6 and IPv4, because another machine may know only one of them; and if it is a name for a loopback address,
+    because it may mean this machine's network address on other machines. ``is_local``: there are no other machines.
+    Port 0: any free port. Raises OSError, with errno.EADDRINUSE if the port is used.
     """
     if host:
         _check_host(host)
@@ -177,7 +175,7 @@ def listen_at(host: str, ports: Sequence[int], *, is_local: bool = False) -> soc
     """Listen at one of ``ports``, or at any port if there are none; see listen(). Raises OSError if all are used."""
     if not ports:
         return listen(host, is_local=is_local)
-    for port in random.sample(ports, len(ports)):  # ranks that start together try different ones
+    for port in random.sample(ports, len(ports)):  # ranks that start together try different ports
         with contextlib.suppress(OSError):
             return listen(host, port)
     raise OSError(
@@ -188,12 +186,12 @@ def listen_at(host: str, ports: Sequence[int], *, is_local: bool = False) -> soc
 
 
 def _check_host(host: str) -> None:
-    """Raise socket.gaierror where the system's functions would raise a ValueError."""
+    """Raise socket.gaierror for texts at which the system's functions would raise a ValueError."""
     if not is_host(host):
         raise socket.gaierror(socket.EAI_NONAME, f"{host!r} cannot be the name of a host")
 
 
 def seats() -> int:
-    """How many callers that are not known yet may hold a connection at once: a part of the process's descriptors."""
+    """How many unknown callers may hold a connection at once: a part of the process's descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 256 if soft == resource.RLIM_INFINITY else max(8, min(256, soft // 8))

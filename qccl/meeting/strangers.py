@@ -12,12 +12,12 @@ import logging
 __all__ = ["NotARank", "printable", "report"]
 
 _log = logging.getLogger("qccl")
-#: the causes that the log has; they are texts of this program, so there are few
+#: the causes logged so far; only texts of this program, so there are few
 _reported: set[str] = set()
 
 
 class NotARank(ConnectionError):
-    """The other side sent no message of a rank, or one that a rank does not send now. The text is the cause."""
+    """The other side sent a message that no rank sends, or none sends now. The text is the cause."""
 
 
 def report(cause: str) -> None:
@@ -28,7 +28,7 @@ def report(cause: str) -> None:
 
 
 def printable(text: str | bytes, most: int = 1000) -> str:
-    """Text from the network, of at most ``most`` characters, with control characters and such escaped."""
+    """Text from the network, cut after ``most`` characters, with unprintable characters escaped."""
     if isinstance(text, bytes):
         text = text.decode(errors="replace")
     cut = text if len(text) <= most else text[:most] + "..."

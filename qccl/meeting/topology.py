@@ -1,4 +1,4 @@
-"""The topology of a group: which ranks share a machine, and a network namespace."""
+"""The topology of a group: the ranks that share a machine and a network namespace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Topology", "find_topology", "machine", "memory_id", "network_id"]
 
 
 class Topology(NamedTuple):
-    """Attributes of a Group and of a Transport (see base.py)."""
+    """The topology attributes of a Transport (transports/base.py)."""
 
     local_rank: int
     local_size: int
@@ -23,7 +23,7 @@ class Topology(NamedTuple):
 
 
 def machine() -> str:
-    """This process's machine and network namespace: 64 hexadecimal digits, of which the first half is the machine's."""
+    """This process's machine and network namespace: 64 hexadecimal digits, the first half for the machine."""
     return _digest(f"{machine_name()} {_boot()}") + _digest(str(_network()))
 
 
@@ -32,10 +32,10 @@ def _digest(text: str) -> str:
 
 
 def find_topology(rank: int, found: Sequence[str]) -> Topology:
-    """The topology of ranks with these machines, of machine()."""
+    """The topology of ranks whose machine() values are ``found``."""
     hosts = [each[: len(each) // 2] for each in found]
     local_rank, local_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
-    numbers: dict[str, int] = {}  # in the order of first appearance
+    numbers: dict[str, int] = {}  # machine -> number, in the order of first appearance
     nodes = tuple(numbers.setdefault(each, len(numbers)) for each in found)
     return Topology(local_rank, local_size, nodes, len(numbers) == 1)
 
@@ -55,7 +55,7 @@ def memory_id() -> str:
 
 
 def _boot() -> str:
-    """The start of this machine's kernel: machines may have equal host names. Empty: unknown."""
+    """The boot id of this machine's kernel, because machines may have equal host names; empty: unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,6 +1,6 @@
 """Finds lost ranks, whose processes have ended, by their listening sockets.
 
-The kernel closes the sockets of a process that ends, also if nobody reaps it. By its number such a process, a zombie,
+The kernel closes the sockets of a process that ends, even if nobody reaps it. By its number such a process, a zombie,
 seems to be alive.
 
 A machine refuses connections to a closed socket. A firewall may refuse them, too, while UCX reaches the process over
@@ -8,12 +8,13 @@ another port or network. So a refusal counts in two cases only:
 
 - The socket was reached before: then no firewall is in the way. A group looks at the sockets on other machines when it
   begins.
-- It was at a numeric address of this machine, where the port is free now. A name may mean another machine elsewhere.
+- The socket was at a numeric address of this machine, where the port is free now. (A name may mean another machine.)
 
-Otherwise the process is left to the deadline. That costs little: between machines UCX itself finds the ones that ended.
+Otherwise only the deadline finds the end of the process. That costs little: between machines UCX itself finds processes
+that have ended.
 
-What remains undecidable: a firewall that begins to refuse connections later looks like the end of the process; and a
-process that could never be reached, and ends, looks like one behind a firewall.
+Two cases remain undecidable. A firewall that begins to refuse connections later looks like the end of the process. A
+process that could never be reached, and ends, looks like a process behind a firewall.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from qccl.meeting.sockets import check_connected, is_abandoned
 
 __all__ = ["Watch", "is_free", "make_greeting"]
 
-#: how long one look waits for connections, all together: it holds up the thread that moves the data
+#: most seconds of one look, because it delays the thread that moves the data
 _LOOK_SECONDS = 0.02
 
 
 class _Listener(NamedTuple):
-    """A listening socket: its address as the socket module has it, and whether that was given as a number."""
+    """A listening socket: its address for the socket module, and whether it was given as a number."""
 
     family: int
     address: Any
@@ -45,7 +46,7 @@ class _Listener(NamedTuple):
 
     @classmethod
     def of(cls, host: str, port: int, own_host: str | None) -> _Listener | None:
-        """None for the name of another machine: looking it up may take long."""
+        """The socket at a host and port; None for another machine's name, because a look-up may take long."""
         for flags in (socket.AI_NUMERICHOST, 0) if host == own_host else (socket.AI_NUMERICHOST,):
             with contextlib.suppress(OSError):
                 family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)[0]
@@ -59,35 +60,35 @@ def make_greeting(seal: bytes = b"") -> bytes:
 
 
 class Watch:
-    """Looks at the processes of a group, from the first call of ended() on. One thread at a time may call it.
+    """Watches the processes of a group, from the first call of ended() on. One thread at a time may call it.
 
-    The connection to each stays open, because a process that never accepts it has room for few. It begins with a
-    ``greeting`` that says whose it is.
+    The connection to each process stays open, because a process that does not accept connections has room for few. It
+    begins with a ``greeting``, which tells ranks of the job from strangers.
 
     Attributes:
-        unseen: the ranks at names of other machines.
+        unseen: the ranks whose sockets it does not watch: those at names of other machines.
     """
 
     def __init__(self, places: Sequence[tuple[str, int]], own_host: str | None = None, greeting: bytes = b"") -> None:
         """``places``: by rank, host and port of a socket on which the process listens until it ends.
 
-        ``own_host`` is this process's: the only name that is looked at. Hosts that are numbers all are. ``greeting``:
-        of make_greeting(); None: without a key.
+        ``own_host``: this process's host, the only one that is watched although it is a name. ``greeting``: the result
+        of make_greeting(); None: there is no key.
         """
         found = ((rank, _Listener.of(*place, own_host)) for rank, place in enumerate(places))
         self._places = {rank: place for rank, place in found if place is not None}
         self._elsewhere = [rank for rank, place in enumerate(places) if place[0] != own_host]
         self.unseen = [rank for rank in self._elsewhere if rank not in self._places]
         self._greeting = greeting or make_greeting()
-        self._calls: dict[int, socket.socket] = {}  # not answered yet
+        self._calls: dict[int, socket.socket] = {}  # rank -> a call that was not answered yet
         self._connections: dict[int, socket.socket] = {}
         self._reached: set[int] = set()
         self._lock = threading.Lock()
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
-        """The ranks of ``ranks`` whose processes have ended, as far as their machines answer within some milliseconds.
+        """The ranks among ``ranks`` whose processes have ended, if their machines answer within some milliseconds.
 
-        A later answer counts at the next call. One that cannot be reached has not ended.
+        A later answer counts at the next call. A process that cannot be reached has not ended.
         """
         with self._lock:
             for rank in ranks:
@@ -97,14 +98,14 @@ class Watch:
             return [rank for rank in ranks if rank in ended]
 
     def begin(self) -> None:
-        """Begin to connect to the ranks at other addresses than this one's, without waiting; for reach()."""
+        """Begin to connect to the ranks at other addresses than this rank's, without waiting; for reach()."""
         with self._lock:
             for rank in self._elsewhere:
                 if rank in self._places:
                     self._call(rank)
 
     def reach(self) -> set[int]:
-        """The ranks at other addresses than this one's whose sockets can be reached now; refusals by them count later.
+        """The ranks at other addresses whose sockets can be reached now; refusals by them count later.
 
         Takes 0.02 s at most, and keeps no connection.
         """
@@ -115,7 +116,7 @@ class Watch:
             return set(self._reached)
 
     def close(self) -> None:
-        """From now on nothing is known to have ended. Idempotent."""
+        """Stop: ended() finds nothing from now on. Idempotent."""
         with self._lock:
             self._places = {}
             for sockets in (self._calls, self._connections):
@@ -126,22 +127,22 @@ class Watch:
         connection = self._connections.get(rank)
         if connection is None or _is_silent(connection):
             return connection is not None
-        connection.close()  # by its process, or only by the other side: a new one tells
+        connection.close()  # closed by the process, or only by what lies between: a new connection tells
         del self._connections[rank]
         return False
 
     def _call(self, rank: int) -> None:
         """Begin to connect, without waiting."""
         place = self._places[rank]
-        with contextlib.suppress(OSError):  # no descriptor is left: perhaps there is one at the next look
+        with contextlib.suppress(OSError):  # no descriptor is left now; the next look tries again
             call = self._calls[rank] = socket.socket(place.family, socket.SOCK_STREAM)
             call.setblocking(False)
-            # it may get the very port that it calls, which must then be free again at once for is_abandoned()
+            # the call may get its target's port, which must then be free at once for is_abandoned()
             call.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            call.connect(place.address)  # raises BlockingIOError: it is under way
+            call.connect(place.address)  # raises BlockingIOError while it is under way
 
     def _answered(self) -> Iterator[tuple[int, socket.socket]]:
-        """The calls that end within a moment, however many there are."""
+        """The calls that end within a moment."""
         deadline = Deadline(_LOOK_SECONDS)
         poll = select.poll()
         ranks = {call.fileno(): rank for rank, call in self._calls.items()}
@@ -156,7 +157,7 @@ class Watch:
                 return
 
     def _has_ended(self, rank: int, connection: socket.socket) -> bool:
-        """Whether the answer to a call says so; keeps the connection if there is one."""
+        """Whether the answer to a call says that the process has ended; keeps an open connection."""
         try:
             check_connected(connection)
             self._reached.add(rank)
@@ -173,7 +174,7 @@ class Watch:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether this is an address of this machine in numbers, where nobody listens, whatever a firewall answers."""
+    """Whether this is a numeric address of this machine where nobody listens, whatever a firewall answers."""
     place = _Listener.of(host, port, None)
     return place is not None and _is_free(place)
 
