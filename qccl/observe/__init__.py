@@ -1,1 +1,1 @@
-"""What ranks have done, for people: statistics, records, Prometheus, and profiler ranges."""
+"""Tells people about the calls of ranks: statistics, records, Prometheus, and profiler ranges."""

@@ -1,4 +1,4 @@
-"""Records of calls: what each of a rank's last calls was, when it began and ended, and what it waits for."""
+"""Records of a rank's last calls: their arguments, when they began and ended, and why they wait."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 __all__ = ["CallRecord", "State", "TransferRecord"]
 
-#: of a call; a queued one waits for other calls of its rank
+#: the state of a call; a queued call waits for other calls of its rank
 State = Literal["ended", "under way", "queued"]
 
 
@@ -16,10 +16,10 @@ class TransferRecord:
     """A send or receive that has begun and not completed.
 
     Attributes:
-        is_send: or a receive.
+        is_send: whether it is a send.
         peer: the other rank.
-        nbytes: of data.
-        since: its begin in time.monotonic() seconds, early by one operation of its rank at most.
+        nbytes: bytes of data.
+        since: its beginning in time.monotonic() seconds, too early by at most one operation of its rank.
     """
 
     is_send: bool
@@ -33,18 +33,18 @@ class CallRecord:
     """One call of a group.
 
     Attributes:
-        sequence: number in the group, barriers included.
-        call: number that keys its random numbers.
+        sequence: number of the call in the group, barriers included.
+        call: the number that keys the call's random numbers.
         text: the call with its arguments, as the ranks compare it.
         state: one of State.
-        begun, ended: in time.monotonic() seconds; None where it has not. The end is some milliseconds early at most.
+        begun, ended: in time.monotonic() seconds; None before. The end is at most some milliseconds too early.
         send_nbytes, receive_nbytes: bytes of encoded data that this rank sends and receives in all.
-        sent_nbytes, received_nbytes: how many of these have completed.
-        still: seconds of the longest time in which this rank did not advance the call, if it was not short: its process
-            was stopped, or an operation, a handler of signals or what it did beside the call took so long.
-        missing: the ranks that have not made the call, as far as this rank has heard.
-        computes: an operation of this rank is ready or runs.
-        transfers: those under way.
+        sent_nbytes, received_nbytes: the part of these bytes whose transfers have completed.
+        still: the longest time in seconds in which this rank did not advance the call, unless it was short. The process
+            was stopped, or spent the time in an operation, a signal handler, or outside the call.
+        missing: the ranks from which this rank has no header of the call.
+        computes: whether an operation of this rank is ready or runs.
+        transfers: the transfers under way.
     """
 
     sequence: int

@@ -1,6 +1,6 @@
 """The totals of a process's calls for Prometheus: an endpoint at the port that QCCL_METRICS names.
 
-It is an environment variable, like QCCL_RECORDS, so that it also works for communicators that PyTorch or another
+QCCL_METRICS is an environment variable, like QCCL_RECORDS, so it also works for communicators that PyTorch or another
 library makes, and needs no change of the program. prometheus_client writes the text and answers the requests.
 """
 
@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 
 #: the environment variable that names the port of a machine's first rank, or "host:port"
 VARIABLE = "QCCL_METRICS"
-#: the address to listen at where the variable is a port alone: only this machine can connect
+#: the address to listen at if the variable is a port alone: only this machine can connect
 _HOST = "127.0.0.1"
 #: counters: name, field of CallStats, meaning
 COUNTERS = (
@@ -46,7 +46,7 @@ COUNTERS = (
 GROUP_SIZE = "qccl_group_size"
 _GROUP_LABELS = ("group", "rank")
 _CALL_LABELS = (*_GROUP_LABELS, "collective", "codec")
-#: how long a caller may be silent before its thread ends
+#: seconds after which a silent caller's thread ends
 _SILENT_SECONDS = 2.0
 
 
@@ -79,10 +79,10 @@ def _client(module: str = "prometheus_client") -> Any:
 
 
 def serve(statistics: Statistics, local_rank: int, *, is_thread: bool) -> Endpoint | None:
-    """Let this process's endpoint show a group, if QCCL_METRICS is set; the endpoint, for Endpoint.remove().
+    """Let this process's endpoint show a group, if QCCL_METRICS is set; returns the endpoint, for Endpoint.remove().
 
-    The first group of the process opens it, at the port plus the ``local_rank``. Ranks that are threads (``is_thread``)
-    have one each. A port that cannot be opened is logged: the calls go on without it.
+    The first group of the process opens the endpoint, at the port plus the ``local_rank``. Ranks that are threads
+    (``is_thread``) have one each. If the port cannot be opened, the log says so, and calls go on.
     """
     wanted = _place()
     if wanted is None:
@@ -95,7 +95,7 @@ def serve(statistics: Statistics, local_rank: int, *, is_thread: bool) -> Endpoi
         if endpoint is None:
             try:
                 endpoint = Endpoint((host, port + local_rank))
-            except (OSError, OverflowError, RuntimeError) as error:  # also a port above 65535, or a thread too many
+            except (OSError, OverflowError, RuntimeError) as error:  # e.g. a port above 65535, no thread
                 _LOG.warning("no metrics at %s: %s", place_text((host, port + local_rank)), error)
                 return None
         endpoint.add(statistics)
@@ -106,7 +106,7 @@ class Endpoint:
     """A server on one port, until its last group is removed; a collector of prometheus_client. ``port``: its number."""
 
     def __init__(self, place: Place) -> None:
-        """Raises OSError or OverflowError if the port cannot be opened."""
+        """Open the port. Raises OSError or OverflowError if that fails."""
         client = _client()
         registry = client.CollectorRegistry()
         registry.register(self)
@@ -115,7 +115,7 @@ class Endpoint:
         self.port: int = self._server.server_port
         handler = self._server.RequestHandlerClass
         self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": _SILENT_SECONDS})
-        self._server.handle_error = lambda *_: None  # broken connections do not concern the program's output
+        self._server.handle_error = lambda *_: None  # the program's output must not show broken connections
         _endpoints.add(self)
 
     def add(self, statistics: Statistics) -> None:
@@ -152,7 +152,7 @@ class Endpoint:
 def _forked(endpoint: Endpoint) -> None:
     """In a child of os.fork(): the port and its threads belong to the parent."""
     global _lock
-    _lock = threading.RLock()  # another thread of the parent may have held it
+    _lock = threading.RLock()  # another thread of the parent may have held the old lock
     endpoint._server.server_close()
 
 

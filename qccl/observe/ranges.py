@@ -13,18 +13,18 @@ from qccl.base.errors import ArgumentError
 
 __all__ = ["VARIABLE", "Ranges", "ranges"]
 
-#: the environment variable
+#: the environment variable that names the profiler's interface
 VARIABLE = "QCCL_RANGES"
-#: by its value, the package and the context manager in it that makes a range
+#: value of QCCL_RANGES -> the package, and its context manager that makes a range
 _KINDS = {"nvtx": ("nvtx", "annotate"), "itt": ("ittapi", "task")}
 _DOMAIN = "qccl"
 
-#: a range with this name
+#: makes a range with this name
 Ranges = Callable[[str], AbstractContextManager[Any]]
 
 
 def ranges() -> Ranges | None:
-    """Make ranges, if QCCL_RANGES is set. Raises ArgumentError for a wrong value or a missing package."""
+    """The function that makes ranges, if QCCL_RANGES is set. Raises ArgumentError for a wrong value or no package."""
     wanted = os.environ.get(VARIABLE, "")
     if not wanted:
         return None

@@ -1,4 +1,4 @@
-"""The last calls of a rank, as a record that ``qccl-bench explain`` reads (docs/howto/hangs.md).
+"""Records of a rank's last calls, which ``qccl-bench explain`` reads (docs/howto/hangs.md).
 
 ``Communicator.record()`` makes one. With QCCL_RECORDS set to a folder every rank writes its record there when a call
 fails, and when the process gets the signal SIGUSR1.
@@ -34,9 +34,9 @@ _LOG = logging.getLogger(__name__)
 FOLDER = "QCCL_RECORDS"
 #: version of the files' format
 FORMAT = 2
-#: no record of 1,024 calls is longer
+#: most bytes of a file; a record of 1,024 calls is shorter
 _MOST_BYTES = 256 << 20
-#: calls of a record, and how many of them may be calls of a measurement that has not ended
+#: most calls of a record, and most calls among them of a measurement that has not ended
 _CALLS, _MEASURED_CALLS = 1024, 32
 
 
@@ -46,11 +46,11 @@ class GroupRecord:
 
     Attributes:
         group: name of the group, the same on its ranks.
-        rank, size: in the group.
-        host, pid: of the process.
+        rank, size: number of the rank in the group, and number of all.
+        host, pid: machine and process of the rank.
         reason: why the record was made; an error's text, for example.
-        written: when, in seconds since 1970, as all times of the calls.
-        calls: from the oldest on.
+        written: time of the record in seconds since 1970, like all times of the calls.
+        calls: the calls, the oldest first.
     """
 
     group: str
@@ -71,7 +71,7 @@ class GroupRecord:
         return cls(group, rank, size, machine_name(), os.getpid(), reason, now, own)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The record as a dict for JSON."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
     @classmethod
@@ -87,15 +87,15 @@ class GroupRecord:
             if any(call.sequence >= later.sequence for call, later in pairwise(record.calls)):
                 raise ValueError("its calls are not in the order of their numbers")
         except ValueError as error:
-            raise ArgumentError(f"this is no record of a rank, or one of another version of qccl ({error})") from error
+            raise ArgumentError(f"this is not a record of a rank, or of another version of qccl ({error})") from error
         return record
 
 
 class Measured:
-    """Keeps the calls of a measurement (measuring.py) apart in a rank's records: they would displace the program's.
+    """Keeps the calls of a measurement (measuring.py) apart, so that they do not displace the program's records.
 
-    The call by which the measurement began stands for all of it. The last measured calls are in the records as long as
-    the measurement has not ended, and stay there if it failed: they tell where it hung.
+    The first call of the measurement represents all of it. Records show the last measured calls while the measurement
+    runs, and after it has failed, because they tell where it hung.
     """
 
     def __init__(self, before: list[CallRecord], first: int) -> None:
@@ -104,13 +104,13 @@ class Measured:
         self._end: int | None = None
 
     def end(self, number: int) -> None:
-        """The measurement has ended well; ``number`` is that of the next call."""
+        """End a measurement that succeeded; ``number``: the number of the next call."""
         now = time.monotonic()
         self._before[-1:] = [dataclasses.replace(began, ended=now) for began in self._before[-1:]]
         self._end = number
 
     def records(self, found: list[CallRecord]) -> list[CallRecord]:
-        """The last calls, with ``found`` of the engine, which has measured calls, too."""
+        """The records of the last calls; ``found``: the engine's records, with measured calls among them."""
         after = [call for call in found if call.sequence >= (self._first if self._end is None else self._end)]
         if self._end is None:
             after = after[-_MEASURED_CALLS:]
@@ -118,7 +118,7 @@ class Measured:
 
 
 def write_record(record: GroupRecord, folder: str) -> None:
-    """Write it to a file of the folder; a failure is logged."""
+    """Write a record to a file in the folder; log a failure."""
     name = "".join(c if c.isalnum() else "-" for c in record.group)
     path = Path(folder) / f"{name}-rank-{record.rank}.json"
     try:
@@ -130,15 +130,15 @@ def write_record(record: GroupRecord, folder: str) -> None:
 
 
 def read_record(path: str | os.PathLike[str]) -> GroupRecord:
-    """The record in a file, or in a pipe, which is read to its end.
+    """Read the record in a file, or in a pipe, to its end.
 
-    Raises ArgumentError, which names the file, for a file that is no record; OSError if it cannot be read.
+    Raises ArgumentError, with the file's name, if the file is not a record; OSError if it cannot be read.
     """
     content = read_file(path, _MOST_BYTES, pipes=True)
     try:
         given = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"{os.fspath(path)} is no record of a rank ({error})") from error
+        raise ArgumentError(f"{os.fspath(path)} is not a record of a rank ({error})") from error
     try:
         return GroupRecord.from_dict(given)
     except (ArgumentError, RecursionError) as error:
@@ -160,7 +160,7 @@ def _shifted(call: CallRecord, shift: float) -> CallRecord:
 
 
 def _allowed() -> Any:
-    """The type of a record in a file, for msgspec: all fields of the dataclasses, no others, and limits of numbers."""
+    """The type of a record in a file, for msgspec: exactly the fields of the dataclasses, with limits of numbers."""
     from msgspec import Meta, defstruct
 
     natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]

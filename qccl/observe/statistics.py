@@ -33,9 +33,9 @@ class Stats:
 
     Attributes:
         group: name of the group, the same on its ranks.
-        rank, size: in the group.
+        rank, size: number of the rank in the group, and number of all.
         elapsed: seconds since the group was made, or since the last reset.
-        calls: by collective and codec, in the order of their first calls.
+        calls: the calls by collective and codec, in the order of their first calls.
     """
 
     group: str
@@ -51,7 +51,7 @@ class Stats:
         return CallStats("", "", *(_sum(column) for column in columns))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The statistics as a dict for JSON."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Statistics:
         self._before: dict[tuple[str, str], CallStats] = {}
 
     def totals(self) -> Iterator[CallStats]:
-        """All calls of the group so far: a reset changes nothing here."""
+        """All calls of the group so far, whatever was reset."""
         return iter(self._tallies)
 
     def stats(self, *, reset: bool) -> Stats:
@@ -122,7 +122,7 @@ def _sum(column: Sequence[Any]) -> Any:
 
 
 def _less(calls: CallStats, before: CallStats | None) -> CallStats:
-    """The calls after those of ``before``."""
+    """The calls that were made after ``before`` was counted."""
     if before is None:
         return calls
     values = zip(calls.values(), before.values(), strict=True)

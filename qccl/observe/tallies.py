@@ -1,4 +1,4 @@
-"""Totals of a group's calls on one rank, by collective and codec: what Communicator.stats() reads."""
+"""Totals of a group's calls on one rank, by collective and codec, which Communicator.stats() reads."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class CallStats:
     Attributes:
         collective: name of the collective, as in Communicator.plan(); "" for all together.
         codec: the codec with its parameters; "" for all together.
-        calls: how many have ended; on CUDA how many were put on their streams, without those in graphs.
-        elements: of the calls' vectors, together.
+        calls: number of ended calls; on CUDA number of calls put on their streams, without those in graphs.
+        elements: sum of the elements of the calls' vectors.
         raw_nbytes: bytes of the values that this rank's messages carried, without a codec.
         sent_nbytes: bytes of encoded data that this rank has sent to other ranks, without the headers of calls.
-        seconds: from the begin to the end of each call, together; calls that overlap count each. None on CUDA, as the
-            following.
-        computing_seconds: of these, in operations: encoding, decoding, reducing. Of calls that send and receive less
-            than 256 KiB one in 16 is timed, and counts for those after it.
-        waiting_seconds: of these, while the program waited, for other ranks or the network, and the call did not
+        seconds: sum of the times from each call's beginning to its end; overlapping calls each count. None on CUDA,
+            like the next three.
+        computing_seconds: the part of ``seconds`` in operations: encoding, decoding, reducing. Only one in 16 of the
+            calls that send and receive less than 256 KiB is timed, and represents those after it.
+        waiting_seconds: the part in which the program waited for other ranks or the network, and the call did not
             compute. While several calls are under way, each second counts once, for the call that ends next.
-        hidden_seconds: of these, while the program waited for no call and did its own work.
+        hidden_seconds: the part in which the program waited for no call and did its own work.
     """
 
     collective: str
@@ -55,7 +55,7 @@ class CallStats:
 
 
 class Counted(NamedTuple):
-    """Where the calls of a program are counted, and how many elements each has."""
+    """The entry that counts a program's calls, and the number of elements of each call."""
 
     tally: _host.Tally
     elements: int
@@ -70,11 +70,11 @@ class Tallies:
         self._by_label: dict[tuple[str, str], _host.Tally] = {}
 
     def counted(self, collective: str, codec: str, elements: int) -> Counted:
-        """For a program whose calls have ``elements`` each."""
+        """Make an entry for a program whose calls have ``elements`` each."""
         return Counted(self._by_label.setdefault((collective, codec), _host.Tally()), elements)
 
     def __iter__(self) -> Iterator[CallStats]:
-        """In the order in which the programs were made; without those that have no calls."""
+        """The entries in the order in which the programs were made, without those that have no calls."""
         for label, tally in tuple(self._by_label.items()):
             found = tally.totals()
             if found[0]:
@@ -82,7 +82,7 @@ class Tallies:
 
 
 class Traffic(NamedTuple):
-    """What a rank sends to others in one run.
+    """The amounts that a rank sends to others in one run.
 
     Attributes:
         raw_nbytes: bytes of the values that its messages carry, in the caller's element type.
@@ -102,14 +102,14 @@ class _Code:
     elements: int
 
     def split(self, at: int) -> _Code:
-        """A message ends inside a code: the elements are shared in proportion."""
+        """Split a code inside which a message ends; the elements are shared in proportion."""
         rest = _Code(at, self.stop, round(self.elements * (self.stop - at) / (self.stop - self.start)))
         self.stop, self.elements = at, self.elements - rest.elements
         return rest
 
 
 def traffic(schedule: Schedule) -> Traffic:
-    """What the schedule's rank sends. A message may have several codes, and codes that another rank has made."""
+    """The traffic of the schedule's rank. A message may have several codes, also codes made by other ranks."""
     codes: dict[str, IntervalMap[_Code]] = {name: IntervalMap() for name in schedule.buffers}
 
     def put(span: Span, values: Span | None) -> None:
@@ -117,7 +117,7 @@ def traffic(schedule: Schedule) -> Traffic:
             elements = 0 if values is None else values.stop - values.start
             codes[span.buffer].put(_Code(span.start, span.stop, elements))
 
-    for op in reversed(schedule.ops):  # codes that were received; the first use of a slot counts
+    for op in reversed(schedule.ops):  # received codes; backwards, so that the first use of a slot counts
         if isinstance(op, Decode):
             put(op.wire, op.dst)
         elif isinstance(op, Reduce):

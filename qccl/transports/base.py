@@ -24,14 +24,14 @@ class Group(ABC):
     """The ranks of a group, and the collective operations that set-up needs.
 
     Attributes:
-        name: of the library that carries the bytes, e.g. "mpi".
-        rank, size: of this process (thread) in the group.
-        local_rank, local_size: among the ranks of the same machine.
+        name: the library that carries the bytes, e.g. "mpi".
+        rank, size: number of this process (or thread) in the group, and number of all.
+        local_rank, local_size: the same among the ranks of this machine.
         nodes: for each rank, the number of its machine. Network namespaces on one machine count as machines.
-        is_threaded: any thread may use it (one at a time), whatever other threads do with the library underneath.
+        is_threaded: any thread may use the group (one at a time), whatever other threads do with the library below.
         can_regroup: the ranks that are left after a loss can make another group.
-        halves: for each rank, the half of its machine that is its node in a hierarchical all-reduce that names none;
-            empty: the machines are the nodes.
+        halves: for each rank, the number of the half of its machine that is its node in a hierarchical all-reduce by
+            default; empty: the machines are the nodes.
         hardware: on CUDA, the GPUs of all ranks and the version of NCCL; empty on the host.
         engine: the engine that uses this transport; None: no engine does yet.
         made: the transport of the latest group that split() or regroup() made, or is making.
@@ -49,7 +49,7 @@ class Group(ABC):
     hardware: str = ""
     engine: Any = None
     made: Group | None = None
-    _gone = False  # it was closed or aborted: by the engine of a communicator that is over, or by the program
+    _gone = False  # closed or aborted, by an engine or by the program
 
     def _check_alive(self) -> None:
         if self._gone:
@@ -57,7 +57,7 @@ class Group(ABC):
 
     @property
     def carrier(self) -> str:
-        """In words, what carries the messages."""
+        """The carrier of the messages, in words."""
         return self.name
 
     @abstractmethod
@@ -83,7 +83,7 @@ class Group(ABC):
 
     @property
     def address(self) -> str:
-        """Where new processes find this rank: "host:port"."""
+        """The text by which new processes find this rank, such as "host:port"."""
         raise self.impossible("address")
 
     def waiting(self) -> int:
@@ -93,9 +93,9 @@ class Group(ABC):
     def regroup(self, calls: int, timeout: float, *, grows: bool) -> tuple[Transport, int]:
         """Collective among the ranks that are left: their new transport, and the largest of their numbers ``calls``.
 
-        With ``grows`` the processes that wait are in it, too, after the others. This transport is of no use afterwards.
-        Until the ranks have agreed, it delivers what this rank has sent: others may still be in the last call.
-        Raises PeerLost if the others go on without this rank, CollectiveTimeout, EngineError.
+        With ``grows`` the group also has the processes that wait, after the others. This transport is useless
+        afterwards. Until the ranks have agreed, it delivers this rank's messages, because others may still be in the
+        last call. Raises PeerLost if the others go on without this rank, CollectiveTimeout, EngineError.
         """
         raise self.impossible("grow()" if grows else "shrink()")
 
@@ -111,7 +111,7 @@ _COLOR_AND_KEY = struct.Struct("<?qq")
 
 
 def split_groups(group: Group, color: int | None, key: int, timeout: float) -> dict[int, list[int]]:
-    """Collective: by color, the ranks that gave it to split(), in the order of their new ranks."""
+    """Collective: for each color the ranks that gave it to split(), in the order of their new ranks."""
     mine = _COLOR_AND_KEY.pack(color is not None, color or 0, key)
     entries = map(_COLOR_AND_KEY.unpack, group.allgather(mine, timeout))
     found: dict[int, list[int]] = {}
@@ -125,7 +125,7 @@ class Transport(Group):
 
     Attributes:
         progress_hook: allgather() and split() call it while they wait, and raise its errors. The engine sets it.
-        eager_nbytes: bytes that a message may be shorter than its receive; so much data may be sent with a header.
+        eager_nbytes: bytes by which a message may be shorter than its receive; the most data behind a header.
         shares_memory: all ranks are on one machine and in one network namespace, so no link is slower than they are.
         is_between_sites: the ranks may be far from each other, and packets may be lost.
         wire: send, receive and poll in native code; None: the run loop calls the methods of this class.
@@ -139,9 +139,9 @@ class Transport(Group):
 
     @property
     def sends_ahead(self) -> Sequence[int]:
-        """The ranks for which it limits what it keeps until they make a call.
+        """The ranks for which this transport limits the messages that it keeps until they make a call.
 
-        A call may send them all that it can before it has the headers, and to others one window of messages.
+        To these ranks a call may send everything before it has their headers, to others only one window of messages.
         """
         return ()
 
@@ -191,7 +191,7 @@ class DeviceTransport(Group):
 
     Attributes:
         device: number of this rank's GPU.
-        stream: for transfers; all ranks put the same transfers on it, in the same order.
+        stream: the stream of transfers; all ranks put the same transfers on it, in the same order.
         link: the slowest link between two ranks, a key of qccl.collectives.chunks.GPU; the same on all ranks.
         host: a transport between the same ranks for host memory, which one engine may use, or None. It ends with this
             transport.

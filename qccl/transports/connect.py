@@ -1,6 +1,6 @@
 """Connects ranks that have met by the transport that choice.py chooses, in two gathers.
 
-Each rank first tells what it offers, and then its address in the chosen transport.
+The first gather brings the ranks' offers, the second their addresses in the chosen transport.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger("qccl")
 
 
 def gather_offers(meeting: Meeting, timeout: float, wanted: str | None = None, **more: Any) -> list[Offer]:
-    """Collective: what all ranks bring; ``more``: fields of this rank's offer. A meeting of one has no others."""
+    """Collective: the offers of all ranks; ``more``: fields of this rank's offer."""
     if meeting.size == 1:
         return [Offer(**more)]
     if not isinstance(meeting, TcpMeeting | GroupMeeting | StoreMeeting):
@@ -38,10 +38,10 @@ def gather_offers(meeting: Meeting, timeout: float, wanted: str | None = None, *
 def connect(
     meeting: Meeting, timeout: float, wanted: str | None = None, offers: Sequence[Offer] | None = None
 ) -> Transport:
-    """Collective: the transport that choice.py chooses by what all ranks have, connected.
+    """Collective: the transport that choice.py chooses for all ranks, connected.
 
-    ``wanted`` is the only one allowed (see wanted_transport()); ``offers``: if they are gathered already. Raises
-    EngineError with a rank's reason where they have none in common, MismatchError where their tokens differ.
+    ``wanted``: the only transport allowed (see wanted_transport()); ``offers``: the result of gather_offers(), if it
+    was called. Raises EngineError if no transport suits all ranks, MismatchError for different tokens.
     """
     offers = offers or gather_offers(meeting, timeout, wanted)
     if meeting.size == 1:
@@ -84,7 +84,7 @@ def connected_transport(name: str) -> type[ConnectedTransport]:
 
 
 def _over_gloo(meeting: Meeting, own: str | None, timeout: float) -> Transport:
-    """``own``: this machine's address; None: gloo finds it by GLOO_SOCKET_IFNAME, or by the machine's name."""
+    """Connect by gloo. ``own``: this machine's address; None: gloo finds it by GLOO_SOCKET_IFNAME or by its name."""
     from qccl.transports.gloo import TorchTransport
 
     if isinstance(meeting, GroupMeeting):

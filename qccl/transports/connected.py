@@ -1,7 +1,7 @@
-"""What transports share whose wire connects the processes itself, over UCX or between sites (wan).
+"""The base of transports whose wire connects the processes itself, over UCX or between sites (wan).
 
-Each process brings the address of its wire to a meeting, and has a membership socket (regroup.py): by that the ranks
-that are left after a loss agree on a new group, for which each makes a new wire.
+Each process brings the address of its wire to a meeting, and has a membership socket (regroup.py). By their sockets the
+ranks that are left after a loss agree on a new group, for which each makes a new wire.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from qccl.transports.native import NativeTransport
 
 __all__ = ["ConnectedTransport", "Faults"]
 
-#: tag of the messages that set the group up; the engine's are smaller
+#: tag of the messages that set the group up; the engine's tags are smaller
 _SET_UP_TAG = 1 << 30
-#: how long the end of the process, close() and abort() take at most to deliver what was sent: a program may end right
+#: most seconds in which the end of the process, close() and abort() deliver sent messages: a program may end right
 #: after calls that have left megabytes for a slow network
 _EXIT_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 0.1
-#: of one rank's item in an all-gather
+#: most bytes of one rank's item in an all-gather
 _MOST_NBYTES = (1 << 31) - 1
-#: in place of a rank's address: the reason why its wire did not start, of so many characters at most, follows
+#: prefix of a note with the reason why a rank's wire did not start, in place of its address; most bytes of the reason
 _REFUSAL, _MOST_REASON = b"!", 1000
 
 
@@ -106,7 +106,7 @@ class ConnectedTransport(NativeTransport):
         places = [member.place for member in membership.members]
         self._watch = Watch(places, places[self.rank][0], membership.greeting)
         self._set_up = 0  # transfers of allgather() so far
-        self._exchanged: object = None  # the memory of the last ones
+        self._exchanged: object = None  # the memory of the latest transfers
         _open.add(self)
         if maker is not None:
             maker.made = self
@@ -170,14 +170,14 @@ class ConnectedTransport(NativeTransport):
     @classmethod
     @abstractmethod
     def _start(cls, network: Network, membership: MembershipSocket, secret: bytes | None) -> _host.GroupWire:
-        """A wire that is not connected yet; ``secret``: the job's, if it is to encrypt.
+        """A wire that is not connected yet; ``secret``: the job's secret if the wire is to encrypt.
 
         Raises EngineError, ArgumentError.
         """
 
     @classmethod
     def _listens(cls, network: Network) -> tuple[str, Sequence[int]]:
-        """The host at which other ranks reach this one, and the ports at which it may listen; none: any."""
+        """The host at which other ranks reach this one, and the ports at which it may listen; empty: any port."""
         return network.own_host(), ()
 
     @classmethod
@@ -187,7 +187,7 @@ class ConnectedTransport(NativeTransport):
 
     @abstractmethod
     def _find_ended(self, ranks: list[int]) -> list[int]:
-        """Those of ``ranks`` whose processes have ended. Takes some milliseconds at most."""
+        """The ranks among ``ranks`` whose processes have ended. Takes some milliseconds at most."""
 
     def _connect_wire(self, addresses: list[bytes]) -> None:
         """Connect the wire to the others; ``addresses`` by rank. Raises WireError and OSError."""
@@ -199,7 +199,7 @@ class ConnectedTransport(NativeTransport):
 
     @classmethod
     def _check_descriptors(cls, network: Network, lefts: Sequence[int]) -> None:
-        """Raise EngineError on all ranks where one of them may not open enough."""
+        """Raise EngineError on all ranks if a rank may not open enough descriptors."""
         each = cls._connections(network)
         for rank, left in enumerate(lefts if each else ()):
             reason = descriptors.shortage(len(lefts) * each, left)
@@ -221,7 +221,7 @@ class ConnectedTransport(NativeTransport):
 
     @property
     def address(self) -> str:
-        """Where this process takes in new ones, with the job's secret; for join()."""
+        """The address at which this process takes in new ones, with the job's secret; for join()."""
         secret, encrypts = self._protection
         return JoinAddress(self.name, self._member().place, secret, encrypts).text()
 
@@ -230,12 +230,12 @@ class ConnectedTransport(NativeTransport):
         return self._member().waiting()
 
     def regroup(self, calls: int, timeout: float, *, grows: bool) -> tuple[Self, int]:
-        """By regroup.py, over TCP. After an error it may be called again."""
+        """Agree on the next group by regroup.py, over TCP, and connect it. It may be called again after an error."""
         membership = self._member()
         network = self._network._replace(is_alone=self._network.is_alone and not grows)
 
         def agree(worker: bytes) -> Decision:
-            # until all have come, ranks may be in a call that this one has ended, and need what it has sent
+            # other ranks may still be in a call that has ended here, and need this rank's messages
             try:
                 return membership.agree(worker, calls, timeout, grows=grows, meanwhile=self._drive)
             finally:
@@ -244,13 +244,13 @@ class ConnectedTransport(NativeTransport):
         return self._form(membership, network, self._protection, agree, timeout, self)
 
     def _drive(self) -> None:
-        """Deliver what was sent, if the wire is not closed."""
+        """Deliver sent messages, if the wire is not closed."""
         if not self._gone:
             try:
                 self.wire.progress(1)
             except QcclError as error:
                 if not is_own(error):
-                    raise  # ranks are lost, otherwise: the next group is without them
+                    raise  # an own error means that ranks are lost: the next group is without them
 
     def _member(self) -> MembershipSocket:
         if self._is_fork:
@@ -264,9 +264,9 @@ class ConnectedTransport(NativeTransport):
     def join(
         cls, address: tuple[str, int], timeout: float, secret: bytes | None = None, *, encrypts: bool = True
     ) -> tuple[Self, int]:
-        """The transport of the group that has a rank at ``address``, when it grows; with regroup()'s result.
+        """Join the group of the rank at ``address`` when the group grows; the result is that of regroup().
 
-        ``secret`` and ``encrypts`` are the group's. ``timeout`` is for all of it, also for the library's start.
+        ``secret`` and ``encrypts`` are the group's. ``timeout`` includes the start of the library.
         """
         until = Deadline(timeout)
         with descriptors.or_engine_error(f"{cls.name} cannot start"):
@@ -294,7 +294,7 @@ class ConnectedTransport(NativeTransport):
         timeout: float,
         maker: ConnectedTransport | None = None,
     ) -> tuple[Self, int]:
-        """Agree on a group and connect it; again without the ranks that are lost meanwhile."""
+        """Agree on a group and connect it. If ranks are lost meanwhile, do it again without them."""
         deadline = Deadline(2 * timeout)
         while True:
             with descriptors.or_engine_error(f"{cls.name} cannot start"):
@@ -305,7 +305,7 @@ class ConnectedTransport(NativeTransport):
             except BaseException:
                 wire.close(0)
                 raise
-            if membership.member(worker) not in decision.members:  # agreed on earlier, with a wire that was given up
+            if membership.member(worker) not in decision.members:  # an earlier decision, for a wire that was given up
                 wire.close(0)
                 if deadline.is_over:
                     raise CollectiveTimeout(f"the ranks agreed on groups with wires that were given up for {timeout} s")
@@ -319,7 +319,7 @@ class ConnectedTransport(NativeTransport):
                 return made, decision.calls
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
-        """Each rank sends its item to all others: the length, then the bytes.
+        """Send this rank's item to all others, its length first, and receive theirs.
 
         Raises MismatchError for an impossible length.
         """
@@ -334,7 +334,7 @@ class ConnectedTransport(NativeTransport):
         return self._exchange(item, sizes, deadline)
 
     def _exchange(self, item: bytes, sizes: Sequence[int], deadline: Deadline) -> list[bytes]:
-        """Every rank's ``item``, whose sizes are known.
+        """Send ``item`` to all ranks, and receive their items, whose sizes are known.
 
         After an exception the wire is still open: the engine tells the other ranks over it, and then calls abort().
         """
@@ -343,7 +343,7 @@ class ConnectedTransport(NativeTransport):
         theirs = [ctypes.create_string_buffer(max(nbytes, 1)) for nbytes in sizes]
         arrived = (ctypes.c_int64 * self.size)(*[-1] * self.size)
         token, idle = _host.GroupWire.SET_UP, 0
-        self._exchanged = mine, theirs, arrived  # kept until the wire is closed if an exception ends this
+        self._exchanged = mine, theirs, arrived  # kept until the wire is closed, if an exception leaves this method
         for peer in self._peers():
             place = ctypes.addressof(arrived) + peer * ctypes.sizeof(ctypes.c_int64)
             self.wire.receive(peer, _SET_UP_TAG, ctypes.addressof(theirs[peer]), sizes[peer], token, place)
@@ -376,12 +376,12 @@ class ConnectedTransport(NativeTransport):
         """Close the wire after its last sends, and leave the membership: regroup() is not possible any more."""
         self._end(_CLOSE_SECONDS)
         if self.membership is not None:
-            if self.membership.transport() in (self, None):  # otherwise it belongs to the next group
+            if self.membership.transport() in (self, None):  # otherwise the membership belongs to the next group
                 self.membership.close()
             self.membership = None
 
     def _end(self, seconds: float) -> None:
-        """Close the wire after at most so long for its last sends."""
+        """Close the wire; its last sends have at most ``seconds``."""
         if not self._gone:
             self._gone = True
             self.wire.close(seconds)
@@ -389,7 +389,7 @@ class ConnectedTransport(NativeTransport):
 
 
 def _weakly(find_ended: Callable[[list[int]], list[int]]) -> Callable[[list[int]], list[int]]:
-    """The same for a wire, which its transport owns: native code hides a circle from the garbage collector."""
+    """Wrap a method of a transport for its wire without a strong reference: native code hides cycles from Python."""
     method = weakref.WeakMethod(find_ended)
 
     def call(ranks: list[int]) -> list[int]:
@@ -400,7 +400,7 @@ def _weakly(find_ended: Callable[[list[int]], list[int]]) -> Callable[[list[int]
 
 
 def _member(rank: int, note: bytes) -> tuple[Member, int]:
-    """A rank, and how many descriptors it may open, from what it brought to the meeting. Raises MismatchError."""
+    """A rank, and how many descriptors it may open, from its note of the meeting. Raises MismatchError."""
     try:
         left, _, member = note.partition(b" ")
         return parse_member(member), int(left)
@@ -413,7 +413,7 @@ def _member(rank: int, note: bytes) -> tuple[Member, int]:
 class Faults:
     """Raises the faults of native code on one rank.
 
-    ``library`` is its name in messages, ``text`` the library's for the number of an error.
+    ``library``: the library's name for messages; ``text``: returns the library's text for the number of an error.
     """
 
     def __init__(self, membership: MembershipSocket, library: str, text: Callable[[int], str]) -> None:
@@ -424,7 +424,7 @@ class Faults:
         """Raise the error of a fault (WireFault in kernels/wires/group_wire.h)."""
         if lost:
             why = reason or self._text(status)
-            self._lost = self._lost or self._who_was_lost(rank, peer, why)  # every later use raises it, too
+            self._lost = self._lost or self._who_was_lost(rank, peer, why)  # every later use raises the same error
             raise own(PeerLost(self._lost))
         if status:
             raise own(EngineError(f"{self._library}: {self._text(status)}", code=status))

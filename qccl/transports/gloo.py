@@ -1,4 +1,4 @@
-"""The ranks of a torch.distributed process group, over gloo: host memory in a torch program, without MPI.
+"""Ranks of a torch.distributed process group, connected by gloo: host memory in a torch program, without MPI.
 
 qccl makes a gloo process group of its own on the store of torch's default group. It uses the program's group once, to
 bring the ranks together.
@@ -39,18 +39,18 @@ from qccl.transports.base import Transport, split_groups
 
 __all__ = ["TorchTransport", "backend_of", "bytes_at", "connect_gloo", "keep_alive"]
 
-#: gloo's own deadlines: none for transfers, and so much later than qccl's for collectives
+#: gloo's deadline for transfers, which never comes, and seconds that its deadline for collectives is behind qccl's
 _NEVER = timedelta(days=20)
 _LATER_SECONDS = 10.0
-#: time after the connections close in which threads return from gloo; later ones are stuck
+#: seconds in which threads return from gloo after the connections close; others are stuck
 _BACK_SECONDS = 2.0
 _NAP_SECONDS = 1e-3
-#: between two questions to the store, which is one thread for all ranks
+#: most seconds between two questions to the store, whose single thread serves all ranks
 _LONGEST_NAP_SECONDS = 50e-3
-#: seconds for gloo's set-up, at least; and gloo waits for a connection this many times longer than it is told
+#: least seconds for gloo's set-up; and the factor by which gloo waits longer for a connection than it is told
 _LEAST_SECONDS, _GLOOS_FACTOR = 1.0, 5
 _POLL_SECONDS = 50e-6
-#: how long a lost rank's last messages may arrive after the error that reports the loss, on both sides
+#: seconds in which a lost rank's last messages may arrive after the error that reports the loss, on both sides
 _LAST_WORDS_SECONDS = 0.1
 #: gloo's tags have 31 bits: the engine's tag above 16 bits for the size; one tag is reserved for _is_closed()
 _TAGS = (1 << 15) - 1
@@ -67,7 +67,7 @@ class TorchTransport(Transport):
     """One rank of a gloo group.
 
     Attributes:
-        group: of gloo, for this transport alone; None after close().
+        group: gloo's process group of this transport alone; None after close().
     """
 
     name = "gloo"
@@ -83,10 +83,10 @@ class TorchTransport(Transport):
         own: str | None = None,
         deadline: Deadline | None = None,
     ) -> None:
-        """Collective: a group of its own, connected by a store of torch's that nothing else uses.
+        """Collective: connect a gloo group by a store of torch that nothing else uses.
 
-        ``own`` is this machine's address for the other ranks; None: gloo finds it by GLOO_SOCKET_IFNAME, or by the
-        machine's name. ``deadline``: the timeout's, where it counts already.
+        ``own``: this machine's address for the other ranks; None: gloo finds it by GLOO_SOCKET_IFNAME, or by the
+        machine's name. ``deadline``: the deadline of ``timeout`` if it counts already.
         """
         deadline = deadline or Deadline(timeout)
         self.rank, self.size = rank, size
@@ -95,12 +95,12 @@ class TorchTransport(Transport):
         self._splits = 0
         self._changed = threading.Condition()  # guards the attributes below
         self._done: list[Hashable] = []
-        self._fault: tuple[Deadline, int, RuntimeError] | None = None  # the first: for last words, peer, error
+        self._fault: tuple[Deadline, int, RuntimeError] | None = None  # time for last messages, peer, error
         self._under_way = 0
         self._threads: list[threading.Thread] = []
-        self._waiting = 0  # number of threads without a transfer
+        self._waiting = 0  # idle threads
         self._timer: threading.Timer | None = None
-        self._back_by = Deadline(_BACK_SECONDS, counts=False)  # then await_threads() gives up
+        self._back_by = Deadline(_BACK_SECONDS, counts=False)  # the deadline of await_threads()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         _await_all(store, rank, size, deadline, progress_hook)
         try:
@@ -122,7 +122,7 @@ class TorchTransport(Transport):
         if "gloo" not in (backend := backend_of(group)):
             raise ArgumentError(f"the process group has the backend {backend}, and host memory is sent over gloo")
         name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
-        options = dist.BroadcastOptions()  # from the group's rank 0
+        options = dist.BroadcastOptions()  # rank 0 of the group is the root
         options.timeout = timedelta(seconds=timeout)
         deadline = Deadline(timeout)
         try:
@@ -146,17 +146,17 @@ class TorchTransport(Transport):
         return cls(store, rank, size, timeout, own=own, deadline=deadline)
 
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
-        """By gloo; a thread waits for the transfer, because gloo has no test for its end."""
+        """Send by gloo. A thread waits for the transfer, because gloo has no test for its end."""
         self._post(self.group.send, peer, tag, bytes_at(address, nbytes), token)
 
     def receive(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, arrived: int = 0) -> None:
-        """By gloo; a thread waits for the transfer. Messages have exactly ``nbytes``, so ``arrived`` is not used."""
+        """Receive by gloo, with a waiting thread. Messages have exactly ``nbytes``, so ``arrived`` is not used."""
         self._post(self.group.recv, peer, tag, bytes_at(address, nbytes), token)
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:
-        """Completed transfers are returned before the loss of a rank is raised.
+        """Return completed transfers; raise the loss of a rank only when none is left.
 
-        The loss is raised a moment later, so that the last messages of a rank that failed arrive first.
+        The loss is raised a moment later, so that the last messages of the failed rank arrive first.
         """
         with self._changed:
             if idle and not self._done:
@@ -182,7 +182,7 @@ class TorchTransport(Transport):
         return TorchTransport(store, members.index(self.rank), len(members), timeout, how, own=self._own)
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
-        """By two all-gathers of gloo: the lengths of the items, then the items, padded to the longest."""
+        """Do two all-gathers of gloo: one of the items' lengths, one of the items, padded to the longest."""
         self._check_alive()
         deadline = Deadline(timeout)
         lengths = [int.from_bytes(n, "little") for n in self._gather(len(item).to_bytes(8, "little"), deadline)]
@@ -190,14 +190,14 @@ class TorchTransport(Transport):
         return [each[:length] for each, length in zip(items, lengths, strict=True)]
 
     def abort(self, reason: str) -> None:
-        """Close the connections a moment later, which the other ranks notice."""
+        """Close the connections a moment later; the other ranks notice it."""
         if not self._gone:
             self._gone = True
             self._timer = threading.Timer(_LAST_WORDS_SECONDS, self._give_up)
             self._timer.daemon = True
             try:
                 threads.start(self._timer)
-            except EngineError:  # the process is ending, or gets no thread
+            except EngineError:  # no thread can be started, or the process is ending
                 self.disconnect()
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class TorchTransport(Transport):
             return
         self._gone = True
         with self._changed:
-            is_over = self._under_way == 0  # otherwise another rank has not closed yet
+            is_over = self._under_way == 0  # otherwise another rank has not closed yet, and transfers stay
         if is_over:
             self._end_threads()
             self.await_threads()
@@ -325,7 +325,7 @@ class TorchTransport(Transport):
 
 
 def _await_all(store: Any, rank: int, size: int, deadline: Deadline, progress_hook: Callable[[], object]) -> None:
-    """Collective: return when all ranks are here, because gloo waits for each with a shorter deadline."""
+    """Collective: wait until all ranks are here, because gloo itself waits for each with a shorter deadline."""
     until, missing = Deadline(deadline.remaining(_LEAST_SECONDS)), list(range(size))
     nap = _NAP_SECONDS
     try:
@@ -381,13 +381,13 @@ def bytes_at(address: int, nbytes: int) -> torch.Tensor:
 
 
 def keep_alive(group: Any, work: Any) -> Any:
-    """``work``, a collective of ``group`` over gloo, which is kept as long as gloo's threads may use it."""
+    """Return ``work``, a gloo collective of ``group``, and keep it as long as gloo's threads may use it."""
     _collectives.setdefault(group, deque(maxlen=_MOST_COLLECTIVES)).append(work)
     return work
 
 
 def _tag(tag: int, nbytes: int) -> int:
-    """One of gloo's: other sizes have other tags (but for one of 65536 pairs of sizes)."""
+    """The tag for gloo. Different sizes get different tags, except 1 of 65536 pairs of sizes."""
     if not 0 <= tag < _TAGS:
         raise EngineError(f"tag {tag} is not 0 to {_TAGS - 1}")
     return tag << 16 | zlib.crc32(nbytes.to_bytes(8, "little")) & 0xFFFF
@@ -400,12 +400,12 @@ def _lost(ranks: Sequence[int], error: RuntimeError) -> PeerLost:
 
 
 def _text(error: RuntimeError) -> str:
-    """The first sentence, without the place in gloo's source."""
+    """The first sentence of gloo's message, without the place in its source."""
     line = str(error).strip().split("\n")[0]
     line = line.partition("] ")[2] if line.startswith("[") else line
     return line.partition(". ")[0]
 
 
-#: transports that were not closed, or were closed before those of other ranks. No thread may come back from gloo's code
-#: after the end of all: it would end the process by abort()
+#: transports that were not closed, or were closed before those of other ranks. A thread that returned from gloo's code
+#: after the end of the interpreter would end the process by abort()
 _open = Registry((TorchTransport.disconnect, TorchTransport.await_threads), Stage.TRANSPORTS, keeps=True)

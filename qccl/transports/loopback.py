@@ -21,15 +21,15 @@ from qccl.transports.base import Transport
 __all__ = ["LoopbackGroup", "LoopbackTransport"]
 
 _NAP_SECONDS = 1e-3
-#: pending messages of a rank that aborts are delivered if they have at most this size, as control messages have
+#: most bytes of the pending messages of an aborting rank that are still delivered: control messages are smaller
 _CONTROL_NBYTES = 4096
 
-_Key = tuple[int, int, int]  # sender, receiver, tag
+_Key = tuple[int, int, int]  # (sender, receiver, tag)
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """A posted send or receive; ``kept`` holds the bytes of a sender that has left, ``arrived`` is as in receive()."""
+    """A posted send or receive; ``kept`` holds the bytes of a sender that has left, ``arrived``: see receive()."""
 
     address: int
     nbytes: int
@@ -145,7 +145,7 @@ class LoopbackGroup:
 
 
 class LoopbackTransport(Transport):
-    """One rank of a LoopbackGroup. The larger chunks of shared memory gain nothing here."""
+    """One rank of a LoopbackGroup. ``shares_memory`` stays False: its larger chunks gain nothing here."""
 
     name = "loopback"
     eager_nbytes = 8 << 10
@@ -166,7 +166,7 @@ class LoopbackTransport(Transport):
         self._group.post((peer, self.rank, tag), _Transfer(address, nbytes, token, arrived=arrived), is_send=False)
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:
-        """Completed transfers are returned before the failure of the group is raised."""
+        """Return completed transfers; raise the failure of the group only when none is left."""
         group, rank = self._group, self.rank
         with group.lock:
             if idle and not group.completed[rank] and group.faults[rank] is None and group.failure is None:
@@ -195,7 +195,7 @@ class LoopbackTransport(Transport):
         return group.transport(members.index((key, self.rank)))
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
-        """Collective: the items are passed in memory."""
+        """Collective: pass the items in memory."""
         items = self._group.gather(self.rank, item, timeout, self.progress_hook).items
         return [items[r] for r in range(self.size)]
 

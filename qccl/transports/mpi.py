@@ -1,6 +1,6 @@
 """Ranks that are MPI processes, through mpi4py.
 
-What happens when a rank fails:
+When a rank fails:
 
 - A rank that raises sends the others a control message. They raise PeerLost at once.
 - A rank that stops answering is detected by the deadlines of the others.
@@ -11,8 +11,8 @@ After a failure the process can always exit. MPI_Finalize would wait for ever fo
 process with a failed transport 10 s after the interpreter starts to exit. mpiexec then ends the rest of the job,
 stopped processes included.
 
-Where the program imported mpi4py.MPI before qccl, mpi4py finalizes MPI, when the interpreter is gone. The memory of
-transfers that are under way then is never freed.
+If the program imported mpi4py.MPI before qccl, mpi4py finalizes MPI, after the end of the interpreter. The memory of
+transfers that are then under way is never freed.
 
 A child of os.fork() must not use MPI, not even at its end. There all transports are unusable, and MPI is not finalized,
 unless the program imported mpi4py.MPI before qccl: then mpi4py finalizes it, and the child must end by os._exit.
@@ -56,7 +56,7 @@ from qccl.transports.native import NativeTransport  # noqa: E402
 
 __all__ = ["MpiTransport", "world_size"]
 
-#: tests in a row after which a wait in set-up, where latency does not matter, naps
+#: tests in a row after which a wait in set-up naps: latency does not matter there
 _YIELDS = 200
 _NAP_SECONDS = 150e-6
 _FINALIZE_SECONDS = 10
@@ -101,7 +101,7 @@ def _raise(rank: int, code: int, peer: int, got: int, expected: int) -> None:
 
 
 def world_size() -> int:
-    """The ranks that MPI knows. It is initialized if it was not. Raises EngineError if it has ended."""
+    """The number of ranks that MPI knows; initializes MPI. Raises EngineError if MPI has ended."""
     if MPI.Is_finalized():
         raise EngineError(_FINALIZED)
     if not MPI.Is_initialized():
@@ -116,7 +116,7 @@ def _bytes_of(handle: Any) -> bytes:
 
 def _wire(comm: MPI.Intracomm) -> _host.MpiWire:
     """The transfers of ``comm``, made by the library that mpi4py has loaded."""
-    library = ctypes.CDLL(MPI.__file__)  # it is linked to the MPI library
+    library = ctypes.CDLL(MPI.__file__)  # mpi4py's module is linked to the MPI library
     names = ("MPI_Isend", "MPI_Irecv", "MPI_Testsome", "MPI_Get_count", "MPI_Cancel", "MPI_Finalized")
     status, mark = MPI.Status(), 0x5A17C0D
     status.Set_error(mark)
@@ -135,7 +135,7 @@ def _wire(comm: MPI.Intracomm) -> _host.MpiWire:
 
 
 def _keep_forever(kept: object) -> None:
-    """Never free an object, nor what it refers to, also at the interpreter's end."""
+    """Never free an object, nor anything to which it refers, not even at the interpreter's end."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
@@ -156,7 +156,7 @@ def _end() -> None:
     _keep_forever(_abandoned)
     for transport in _open:
         if transport.wire.under_way:
-            _keep_forever(transport)  # and the engine, by its progress_hook
+            _keep_forever(transport)  # its progress_hook keeps the engine, too
 
 
 def _forked(transport: MpiTransport) -> None:
@@ -165,14 +165,14 @@ def _forked(transport: MpiTransport) -> None:
 
 
 _open = Registry(at_fork=_forked)
-at_exit(Stage.LIBRARIES, _end)  # once: exit handlers that the program registers from now on may use MPI
+at_exit(Stage.LIBRARIES, _end)  # registered once, so that later exit handlers of the program may use MPI
 
 
 class MpiTransport(NativeTransport):
     """The ranks of an MPI communicator.
 
-    Every wait is a test in a loop with a deadline, except while MPI makes or frees a communicator, which all ranks have
-    called by then.
+    Waits are loops of tests with a deadline, except while MPI makes or frees a communicator: then all ranks are known
+    to have come.
 
     Attributes:
         comm: the mpi4py communicator, which belongs to the transport.
@@ -222,9 +222,8 @@ class MpiTransport(NativeTransport):
         return cls.from_mpi(MPI.COMM_WORLD, timeout)
 
     def split(self, color: int | None, key: int, timeout: float) -> MpiTransport | None:
-        """Collective: by MPI_Comm_split, which has no deadline, so an all-gather with ``timeout`` goes before it."""
-        # Split has no deadline, so wait for all ranks first. One byte each: an all-gather of nothing may end although
-        # a rank has aborted.
+        """Collective: MPI_Comm_split, after an all-gather with ``timeout``, because the split has no deadline."""
+        # one byte each, because an all-gather of nothing may end although a rank has aborted
         self.allgather(b"\0", timeout)
         try:
             comm = self.comm.Split(MPI.UNDEFINED if color is None else color, key)
@@ -233,7 +232,7 @@ class MpiTransport(NativeTransport):
         return None if comm == MPI.COMM_NULL else MpiTransport(cast(MPI.Intracomm, comm), timeout, self.progress_hook)
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
-        """By two non-blocking all-gathers of MPI: the lengths of the items, then the items."""
+        """Do two non-blocking all-gathers of MPI: one of the items' lengths, one of the items."""
         self._check_alive()
         lengths = [0] * self.size
         counts = memoryview(bytearray(8 * self.size)).cast("q")

@@ -1,4 +1,4 @@
-"""Python's side of a wire in native code, which the transports over MPI, UCX and between sites share."""
+"""The base of transports whose wire is native code: over MPI, UCX and between sites."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from qccl.transports.base import Transport
 
 __all__ = ["NativeTransport"]
 
-#: empty polls during which a rank with a processor of its own keeps spinning. Ranks that share memory spin for longer
-#: than a nap, or the nap of one rank would make the others nap, and so on for many calls
+#: empty polls before a rank with a processor of its own stops spinning. Ranks that share memory spin for longer than a
+#: nap takes; otherwise the nap of one rank would make the others nap, and so on for many calls
 _SPINS = 600
 _SHARED_SPINS = 2000
 
@@ -23,25 +23,25 @@ class NativeTransport(Transport):
     wire: _host.MpiWire | _host.GroupWire
 
     def _own(self, wire: _host.MpiWire | _host.GroupWire) -> None:
-        """Begin with a wire, which close() or abort() ends."""
+        """Take ownership of a wire, which close() or abort() ends."""
         self.wire = wire
         self._tokens: dict[int, Hashable] = {}
         self._number = 0
 
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
-        """By the native wire, which knows the transfer by a number instead of the token."""
+        """Start a send of the native wire, which knows it by a number instead of the token."""
         if self._gone:
             self._check_alive()
         self.wire.send(peer, tag, address, nbytes, self._add(token))
 
     def receive(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, arrived: int = 0) -> None:
-        """By the native wire, which knows the transfer by a number instead of the token."""
+        """Start a receive of the native wire, which knows it by a number instead of the token."""
         if self._gone:
             self._check_alive()
         self.wire.receive(peer, tag, address, nbytes, self._add(token), arrived)
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:
-        """The tokens of the numbers that the native wire returns."""
+        """Return the tokens of the transfers whose numbers the native wire returns."""
         done = self.wire.poll(idle)
         return [self._tokens.pop(number) for number in done] if done else ()
 

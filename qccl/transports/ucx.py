@@ -6,10 +6,10 @@ it: the process (the wheels of MPICH and Open MPI bring one, and a second one ca
 
 When a rank fails:
 
-- A rank whose process ended is found by UCX: at once over TCP, after a keepalive (about a second) over shared memory.
-  Every rank that waits for it raises PeerLost with its number. UCX's keepalive takes a process that nobody has reaped
-  to be alive, so a rank that has waited for two seconds also looks at the others' listening sockets (watch.py).
-- A rank that only stops answering is found by the others' deadlines.
+- UCX finds a rank whose process has ended: at once over TCP, after a keepalive (about a second) over shared memory.
+  Every rank that waits for the lost rank raises PeerLost with its number. UCX's keepalive takes a process that nobody
+  has reaped to be alive, so a rank that has waited for two seconds also looks at the others' sockets (watch.py).
+- The deadlines of the others find a rank that only stops answering.
 - An orderly close ends connections, too. The engine's control message says that before (engine/control.py), so the
   end of a connection counts as a loss only for ranks that still wait for a message.
 - The ranks that are left agree on a new group (regroup.py), and each connects a new worker: regroup().
@@ -40,9 +40,9 @@ from qccl.transports.connected import ConnectedTransport, Faults
 
 __all__ = ["UcxTransport", "load_library", "memory_wire", "version"]
 
-#: For each setting the reason: peer errors turn shared memory off unless these two allow it; TCP's segments of 8 KiB
-#: cost a quarter of a fast link; a keepalive of 20 s, the default, finds a killed rank too late; and without CONN_NB a
-#: rank would wait a round trip for its connection to each other rank, for one after another.
+#: The reasons: error handling turns shared memory off unless the first two settings allow it; TCP's default segments of
+#: 8 KiB cost a quarter of a fast link; the default keepalive of 20 s finds a killed rank too late; and without CONN_NB
+#: a rank would wait a round trip for its connection to each other rank, one after another.
 _SETTINGS = {
     "SYSV_ERROR_HANDLING": "y",
     "POSIX_ERROR_HANDLING": "y",
@@ -51,22 +51,22 @@ _SETTINGS = {
     "KEEPALIVE_INTERVAL": "1s",
     "TCP_CONN_NB": "y",
 }
-#: read when the library is loaded: no handlers of signals (of crashes, and SIGHUP), and no messages about lost ranks
+#: settings read when the library is loaded: no signal handlers (for crashes, and SIGHUP), no messages about lost ranks
 _LOAD_SETTINGS = {"UCX_HANDLE_ERRORS": "none", "UCX_DEBUG_SIGNO": "0", "UCX_LOG_LEVEL": "fatal"}
 _LIBRARY = "libucp.so.0"
 #: the variable with the ports of UCX's TCP
 _PORTS = "UCX_TCP_PORT_RANGE"
-#: the transports between processes that share memory: none that opens a port
+#: UCX's transports between processes that share memory, which open no port
 _IN_MEMORY = "sm,self"
-#: that UCX opens at its start: with fewer it starts without TCP, which only its peers notice, or ends the process
+#: descriptors that UCX opens at its start. With fewer it ends the process, or starts without TCP, as only peers notice
 _DESCRIPTORS = 16
-#: the first release that connects two processes by TCP over the loopback interface alone
+#: the first release that connects processes by TCP over the loopback interface alone
 _LOOPBACK_TCP = (1, 22)
 
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """libucp. Raises EngineError with the reason where there is none."""
+    """Load libucp. Raises EngineError with the reason if that fails."""
     for name, value in _LOAD_SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
@@ -93,7 +93,7 @@ def _candidates() -> list[str]:
 
 
 def version() -> str:
-    """The library's version, e.g. "1.22.0". Raises EngineError where there is none."""
+    """The library's version, e.g. "1.22.0". Raises EngineError if there is no library."""
     get = load_library().ucp_get_version_string
     get.restype = ctypes.c_char_p
     return str(get().decode())
@@ -110,7 +110,7 @@ def _config(network: Network) -> list[tuple[str, str]]:
         and release < _LOOPBACK_TCP
         and not os.environ.get("QCCL_NET")
     ):
-        interfaces = None  # beside shared memory no TCP is needed
+        interfaces = None  # shared memory needs no TCP beside it
     if interfaces:
         settings["NET_DEVICES"] = interfaces
     if interfaces == LOOPBACK and network.shares_memory and not os.environ.get("QCCL_NET"):
@@ -120,13 +120,13 @@ def _config(network: Network) -> list[tuple[str, str]]:
 
 def memory_wire(membership: MembershipSocket) -> _host.GroupWire:
     """A wire that is not connected yet, by shared memory alone: it opens no port. Raises EngineError."""
-    version()  # loads it
+    version()  # loads the library
     settings = {name: value for name, value in _SETTINGS.items() if f"UCX_{name}" not in os.environ}
     return _wire([*settings.items(), ("TLS", _IN_MEMORY)], membership)
 
 
 def _wire(config: list[tuple[str, str]], membership: MembershipSocket) -> _host.GroupWire:
-    """Raises EngineError."""
+    """A wire with these settings that is not connected yet. Raises EngineError."""
     library = load_library()
     functions = [_address(library, name) for name in _host.ucx_function_names()]
     descriptors.allow(0)
@@ -155,7 +155,7 @@ class UcxTransport(ConnectedTransport):
 
     @classmethod
     def _listens(cls, network: Network) -> tuple[str, Sequence[int]]:
-        """At the ports of UCX_TCP_PORT_RANGE, which a firewall lets through; at any if UCX may need the only one."""
+        """Listen at a port of UCX_TCP_PORT_RANGE, which a firewall lets through, unless UCX needs the only one."""
         found = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", os.environ.get(_PORTS, ""))
         if found is None or network.is_local:
             return network.own_host(), ()
@@ -164,7 +164,7 @@ class UcxTransport(ConnectedTransport):
 
     @classmethod
     def _connections(cls, network: Network) -> int:
-        """One over TCP, without which UCX may end the process; none in shared memory."""
+        """One connection over TCP, without which UCX may end the process; none in shared memory."""
         return 1 if not network.is_local or "UCX_TLS" in os.environ else 0
 
     def _find_ended(self, ranks: list[int]) -> list[int]:

@@ -1,14 +1,15 @@
-"""Ranks at different sites: TCP connections of their own, encrypted, that are made again when they break.
+"""Ranks at different sites, over encrypted TCP connections that are made again when they break.
 
-For networks with latency, loss and strangers. docs/architecture/wan.md says how it works and why. Native code
-(kernels/wires/wan/wire.h) has several connections for each pair of ranks: one for short messages, and others that share
-the long ones, each as much as it can carry. Of two ranks the one with the higher number calls the other one, and the
-other one calls if that does not succeed, so it suffices that one of them can be reached. Ranks of one machine that
-share memory exchange their messages by UCX instead: behind the address of its wire between sites a rank says who can
-share memory with it, and the address of its wire in memory.
+The networks between sites have latency, loss and strangers. docs/architecture/wan.md says how it works and why. Native
+code (kernels/wires/wan/wire.h) has several connections for each pair of ranks: one for short messages, and others that
+share the long ones, each as much as it can carry. The rank with the higher number calls the other; if that fails, the
+other calls, so it suffices that one of them can be reached. Ranks of one machine that share memory exchange their
+messages by UCX instead: behind the address of its wire between sites a rank gives an id of its memory (_memory_id()),
+and the address of its wire in memory.
 
 A rank is lost when it closes its connections, when its process has ended on the same machine, or when it could not be
-reached for a minute. A process that is busy or stopped is not lost, because its machine answers: it has the deadline.
+reached for a minute. A process that is busy or stopped is not lost, because its machine answers; the deadline counts
+for it.
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ __all__ = ["WanTransport", "congestion_control", "memory_obstacle"]
 
 _log = logging.getLogger("qccl")
 
-#: connections for long messages between two ranks: where TCP measures the bandwidth (BBR), and where loss slows it down
+#: connections for long messages between two ranks: with BBR, which measures the bandwidth, and without, where loss
+#: slows each connection down
 _WITH_BBR, _WITHOUT = 2, 48
 _MOST_CONNECTIONS = 64
-#: seconds in which a rank must be reached again
+#: seconds after which a rank that cannot be reached is lost
 _AWAY_SECONDS = 60.0
-#: names in UCX_TLS that allow it shared memory
+#: names in UCX_TLS that allow shared memory
 _SHARED_MEMORY = {"all", "sm", "shm", "mm", "posix", "sysv"}
 
 
 def congestion_control() -> str:
-    """How TCP finds its rate, for this transport's connections: "bbr" if the kernel allows it, otherwise its default.
+    """TCP's congestion control for this transport: "bbr" if the kernel allows it; empty: the kernel's default.
 
     BBR measures the bandwidth; CUBIC, which is usually the default, takes every lost packet for congestion.
     QCCL_WAN_CONGESTION names another one. Raises ArgumentError if the kernel does not allow that.
@@ -64,7 +66,7 @@ def congestion_control() -> str:
 
 
 def _connection_count() -> int:
-    """Connections for long messages. Raises ArgumentError for a QCCL_WAN_CONNECTIONS that is none."""
+    """The number of connections for long messages. Raises ArgumentError for an invalid QCCL_WAN_CONNECTIONS."""
     wanted = os.environ.get("QCCL_WAN_CONNECTIONS", "")
     if not wanted:
         return _WITH_BBR if congestion_control() == "bbr" else _WITHOUT
@@ -117,7 +119,7 @@ class WanTransport(ConnectedTransport):
         self._near = [r for r, each in enumerate(parts) if r != self.rank and each[1:2] == own and any(each[2:])]
         for rank in self._near:
             sites, _, memory = parts[rank]
-            parts[rank] = [sites + b"\0" + memory]  # without a connection between sites
+            parts[rank] = [sites + b"\0" + memory]  # a near rank needs no connection between sites
         super()._connect_wire([each[0] for each in parts])
 
     def _no_network(self, reason: str) -> str:
@@ -126,36 +128,36 @@ class WanTransport(ConnectedTransport):
 
     @property
     def sends_ahead(self) -> Sequence[int]:
-        """Ranks of other sites: UCX keeps all messages of the ranks nearby."""
+        """Ranks without shared memory: UCX keeps all messages for the others."""
         return [rank for rank in range(self.size) if rank not in self._near]
 
     @property
     def carrier(self) -> str:
-        """Also which ranks UCX reaches."""
+        """The carrier, with the ranks that UCX reaches."""
         return f"{self.name}; ucx with {', '.join(map(str, self._near))}" if self._near else self.name
 
     def _find_ended(self, ranks: list[int]) -> list[int]:
-        """On this machine alone: elsewhere a firewall that refuses for a while looks like the end."""
+        """Find ended processes of this machine alone: elsewhere a refusing firewall looks like the end of a process."""
         assert self.membership is not None
         near = self._watch.ended([rank for rank in ranks if rank in self._near])
         return [rank for rank in ranks if rank in near or self.membership.has_ended(rank)]
 
 
 def memory_obstacle() -> str:
-    """Why this rank uses TCP also inside its machine; empty: it shares memory by UCX."""
+    """The reason why this rank uses TCP inside its machine, too; empty if it shares memory by UCX."""
     if not _SHARED_MEMORY & {*(os.environ.get("UCX_TLS") or "all").split(",")}:
         return f"UCX_TLS={os.environ['UCX_TLS']} names no shared memory"
     return obstacle("ucx") or ("" if _memory_id() else "this system does not say who can share memory")
 
 
 def _memory_id() -> bytes:
-    """Equal for ranks that can share memory; empty: unknown."""
+    """A text that is equal for ranks that can share memory; empty: unknown."""
     shared = topology.memory_id() if topology.network_id() else ""
     return f"{topology.machine()} {shared} {os.geteuid()}".encode() if shared else b""
 
 
 def _memory_wire(membership: MembershipSocket) -> _host.GroupWire | None:
-    """The wire to ranks of this machine; None where they use TCP."""
+    """The wire to the ranks of this machine; None if they use TCP."""
     reason = memory_obstacle()
     if not reason:
         try:

@@ -123,7 +123,7 @@ def test_a_command_reads_a_pipe_to_its_end(tmp_path, pipe):
         from_pipe(bytes(100_001))
     assert read_file(pipe, 10, pipes=True) == b""  # nobody writes, and nothing waits
     done = CliRunner().invoke(main, ["explain", str(pipe)])
-    assert done.exit_code == 1 and "is no record of a rank" in done.output
+    assert done.exit_code == 1 and "is not a record of a rank" in done.output
 
 
 def test_a_command_that_is_given_a_device():
