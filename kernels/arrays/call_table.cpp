@@ -250,14 +250,14 @@ class CallTable {
     for (const nb::handle array : arrays) {
       key.words.push_back(!array.is_none());
       if (array.is_none()) continue;
-      if (PyLong_CheckExact(array.ptr())) {  // a raw address
+      if (PyLong_CheckExact(array.ptr())) {  // an integer is a raw address
         if (!key.add_option(array.ptr(), constant)) return false;
         views.append(array);
         continue;
       }
       if (!numpy_type) key.hold();  // as_numpy() calls functions of Python until it knows the type
       const NumpyArray* const numpy = describe_.is_none() ? as_numpy(array) : nullptr;
-      if (numpy && numpy->ndim > 0) {  // others may be integers
+      if (numpy && numpy->ndim > 0) {  // arrays without axes may be integers
         key.add_numpy(*numpy);
         views.append(array);
         continue;
@@ -280,7 +280,7 @@ class CallTable {
     return true;
   }
 
-  const nb::type_object constant_;  // of options that never change
+  const nb::type_object constant_;  // the type of options that never change
   const nb::object describe_;       // makes the view of an array; None for describe()
   const nb::object is_there_;       // asks about a pointer; None for may_still_access()
   std::unordered_map<Key, Entry, HashOfKey> entries_;

@@ -1,4 +1,4 @@
-// The calls that were made before, by the forms of their arrays and by their options.
+// A table of earlier calls, by the forms of their arrays and by their options.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -43,7 +43,7 @@ bool may_access_word(std::uintptr_t address, bool writes) {
 // Whether all mappings of the pages allow it.
 bool has_permission(const Pages& pages, bool writes) {
   std::FILE* const lines = std::fopen("/proc/self/maps", "re");
-  if (!lines) return true;  // not mounted
+  if (!lines) return true;  // /proc is not mounted
   bool allowed = true;
   std::uintptr_t low, high;
   char has[5];

@@ -1,4 +1,4 @@
-// Whether memory at a raw address may be read and written, asked of the kernel rather than of luck.
+// Asks the kernel whether memory at a raw address may be read and written.
 #pragma once
 
 #include <cstddef>

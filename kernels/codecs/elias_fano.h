@@ -10,7 +10,7 @@
 namespace QCCL_NAMESPACE {
 
 struct EliasFano {
-  u32 keep, n;  // so many indices below n
+  u32 keep, n;  // the number of indices, all below n
   u32 low_bits;
 
   QCCL_FN EliasFano make(u32 keep, u32 n) {

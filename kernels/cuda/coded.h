@@ -117,7 +117,7 @@ struct CodedTile {
   static constexpr int decode_blocks = 4, reduce_blocks = Coder::reduce_blocks;
   static constexpr int state_blocks = Coder::draws ? 1 : 2;  // random words and state need more registers than two leave
 
-  // What a thread loads of a received wire.
+  // The part of a received wire that a thread loads.
   template <class T, class S>
   struct Wire {
     Pieces<bits, T, S> pieces;

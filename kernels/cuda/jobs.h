@@ -9,14 +9,14 @@
 
 namespace QCCL_NAMESPACE {
 
-constexpr u32 kThreads = 256;  // of every block
+constexpr u32 kThreads = 256;  // threads of a block
 constexpr u32 kWarps = kThreads / 32;
 constexpr u32 kDirectBuffers = 28;
 constexpr u32 kNoBuffer = 0xffffffffu;  // the buffer number of a buffer that a job does not have
 
 // Part of a buffer. Values are aligned to their size, wires are not; both are fastest at multiples of 16.
 struct BufferRef {
-  u64 offset;  // bytes
+  u64 offset;  // in bytes
   u32 buffer;
   u32 rank;  // the rank that encoded it, if it is a source of a Reduce
 };
@@ -54,7 +54,7 @@ struct StateJob {
   float mu, beta;
 };
 
-// What a block works on: block number `number` of those of job `job`.
+// The work of a block: block number `number` of the blocks of job `job`.
 struct BlockOfJob {
   u32 job, number;
 };
@@ -65,10 +65,10 @@ struct BlockOfJob {
 // `blocks` has an entry for each block of the grid.
 struct Parameters {
   u64 seed;
-  u64 bucket;  // elements; 0: all of a job
+  u64 bucket;  // elements of a bucket; 0: all elements of a job
   u32* scratch;
   u32 units_per_bucket;
-  u32 options[6];  // of the codec
+  u32 options[6];  // the codec's options
   u32 scratch_words;
   const BlockOfJob* blocks;
 };

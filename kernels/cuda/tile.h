@@ -1,4 +1,4 @@
-// How the elements of a job are distributed over threads, loaded into registers and stored.
+// Distributes the elements of a job over threads, loads them into registers and stores them.
 //
 // A *unit* of work is the values that a group of `Lanes` threads holds in registers, `Vectors` times 16 bytes in each
 // thread: a bucket, or a part of a large one. Groups of 32 lanes or fewer are within a warp; a group of 256 is a block. Each
@@ -51,7 +51,7 @@ struct Unit {
   u64 first;         // its first element in the call
   u32 size;          // elements, at least 1
   u32 bucket;        // its number in the call
-  u32 offset;        // of this thread's first vector in it; the next vectors follow a row apart
+  u32 offset;        // offset in the unit of this thread's first vector; the next vectors follow a row apart
   u32 vectors;       // this thread's vectors in the unit, the last perhaps partly
   u32 stored;        // vectors to store: the same, or 0
   bool leads, last;  // this thread stores what a bucket has once, what a call has once

@@ -250,7 +250,7 @@ bool Loop::is_call(const unsigned char* message) const { return !std::memcmp(mes
 void Loop::post_control_receive(int peer) {
   const Token token = kControlReceive << kRunSlotShift | static_cast<Token>(peer);
   std::size_t& arrived = arrived_[static_cast<std::size_t>(peer)];
-  arrived = inbox_nbytes_;  // what a transport without messages of other sizes need not say
+  arrived = inbox_nbytes_;  // a transport that has no shorter messages need not set the size
   wire->receive(peer, kControlTag, inbox(peer), inbox_nbytes_, token, &arrived);
 }
 

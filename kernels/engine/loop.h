@@ -30,7 +30,7 @@ struct MessageError : std::runtime_error {
 // Called for a control message that is not the header that this rank expects; throws if it means a failure.
 using OnControl = std::function<void(int peer, std::string_view message)>;
 
-// For how long to advance.
+// The limits of one call of advance().
 struct Turn {
   bool once = false;                                      // one operation and one poll
   bool brief = false;                                     // while there is something to do, and for kBriefSeconds at most
@@ -126,18 +126,18 @@ class Loop {
   // Numbers of runs: the next that this rank begins, and by rank the next whose header comes.
   std::uint64_t next_run_ = 0;
   std::vector<std::uint64_t> next_header_;
-  std::vector<std::shared_ptr<Run>> active_;  // in the order of their calls
+  std::vector<std::shared_ptr<Run>> active_;  // the runs under way, in the order of their calls
   std::shared_ptr<Run> by_slot_[kRunsInFlight];
   Recorder recorder_;
   double looked_ = 0;  // when look() was called last
   double attended_ = 0;        // seconds in which the program has waited for calls, before it began to wait
-  double attended_since_ = 0;  // 0: it does not wait
-  double counted_ = 0;         // how many of these seconds were counted for a run that has ended
-  double last_end_ = 0;        // of a run
+  double attended_since_ = 0;  // 0: the program does not wait
+  double counted_ = 0;         // the part of these seconds that was counted for ended runs
+  double last_end_ = 0;        // the latest end of a run
   std::deque<Early> early_;  // at most kRunsInFlight from each rank
   std::vector<std::uint64_t> ended_;
   std::vector<Token> completed_;
-  double deadline_ = std::numeric_limits<double>::infinity();  // the earliest of all runs'
+  double deadline_ = std::numeric_limits<double>::infinity();  // the earliest deadline of all runs
   std::uint64_t idle_ = 0;
   std::uint64_t overdue_ = 0;
   int control_sends_ = 0, refused_ = 0;

@@ -1,4 +1,4 @@
-// The last runs of a loop: what each was, when it began and ended, and for how long the loop stood still in it.
+// Records of a loop's last runs: their headers, when they began and ended, and how long the loop stood still.
 #pragma once
 
 #include <algorithm>
@@ -20,10 +20,10 @@ class Recorder {
   static constexpr double kStill = 50e-3;
 
   struct alignas(64) Entry {
-    std::shared_ptr<const std::string> header;  // as Run::description()
+    std::shared_ptr<const std::string> header;  // the run's Run::description()
     std::uint64_t call = 0;
     std::size_t sent = 0, received = 0;         // bytes of data, without headers
-    double begun = 0, ended = 0;                // in seconds(); 0: not
+    double begun = 0, ended = 0;                // in seconds(); 0: not yet
     double still = 0;                           // the longest interval above kStill between two looks at the clock
   };
 

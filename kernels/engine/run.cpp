@@ -11,7 +11,7 @@ namespace qccl {
 
 namespace {
 
-// Of a program's short runs, the first two and every 16th are timed: looks at the clock would take some of their time.
+// The first two short runs of a program and every 16th are timed, because looking at the clock slows a short run.
 constexpr std::uint64_t kFirstTimed = 2, kTimedEvery = 16;
 
 }  // namespace

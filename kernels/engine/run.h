@@ -21,7 +21,7 @@ constexpr std::size_t kAgreedNbytes = kHeaderNbytes - 4;
 constexpr std::size_t kSequenceOffset = 8;
 constexpr int kControlTag = 0;
 
-double seconds();  // as time.monotonic() and time.perf_counter() count
+double seconds();  // seconds as time.monotonic() and time.perf_counter() count them
 // The same at the kernel's last tick, some milliseconds ago at most; takes a few nanoseconds on every machine.
 double coarse_seconds();
 
@@ -30,7 +30,7 @@ struct TraceRecord {
   double start, stop;
 };
 
-// Of a run under way: a send or receive that has begun and not completed.
+// A send or receive of a run under way that has begun and not completed.
 struct TransferRecord {
   bool is_send;
   int peer;
@@ -132,7 +132,7 @@ class Run {
   bool timed_ = false;
   double computing_ = 0, computing_attended_ = 0, lag_ = 0;
   const double* looked_ = nullptr;        // null: traced
-  std::vector<double> starts_;            // by step; of a run that is not traced only transfers, by *looked_
+  std::vector<double> starts_;            // by step; only transfers, by *looked_, if the run is not traced
   std::vector<TraceRecord> trace_;
 };
 

@@ -102,7 +102,7 @@ class Steps {
   static constexpr std::size_t kLongNbytes = 256 << 10;
 
   std::size_t most_eager_, sent_ = 0, received_ = 0;
-  std::vector<bool> sends_ahead_;  // by rank
+  std::vector<bool> sends_ahead_;  // by rank: see Steps()
   Number commit_ = kNone;
   std::vector<Step> steps_;
   std::vector<bool> gated_;

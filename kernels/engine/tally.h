@@ -9,7 +9,7 @@ namespace qccl {
 // One thread at a time adds, and any thread reads: the totals of one reading may be of two successive calls.
 class Tally {
  public:
-  // What each run of a program adds.
+  // The amounts that each run of a program adds.
   struct Traffic {
     std::uint64_t elements = 0, raw_nbytes = 0, sent_nbytes = 0;
   };

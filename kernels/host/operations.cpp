@@ -45,7 +45,7 @@ unsigned char* resolve(const Memory& memory, const std::optional<BufferRef>& ref
 struct Extent {
   std::uintptr_t start, stop;
   bool is_written;
-  int side;  // whose it is, 0 or 1
+  int side;  // the run that owns it, 0 or 1
 };
 
 void add_extents(const Memory& memory, int side, std::vector<Extent>& extents) {

@@ -15,7 +15,7 @@
 namespace qccl {
 namespace {
 
-// How long a thread looks for what it waits for before it sleeps. Waking a sleeping thread takes 5 to 50 us, and the next
+// How long a waiting thread spins before it sleeps. Waking a sleeping thread takes 5 to 50 us, and the next
 // operation of a collective mostly begins within this time.
 constexpr std::chrono::microseconds kAwake{30};
 
@@ -32,7 +32,7 @@ struct Job {
   std::atomic<std::uint64_t> next{0};     // the first part that nobody has taken
   std::atomic<std::uint64_t> helpers{0};  // at work on it; changed with the mutex of Helpers
   std::atomic<bool> has_failed{false};
-  std::exception_ptr error{};  // of the thread that has set has_failed
+  std::exception_ptr error{};  // set by the thread that has set has_failed
 
   // Runs parts until all are taken.
   void work() {
@@ -99,12 +99,12 @@ class Helpers {
 
   std::mutex mutex_;
   std::condition_variable wake_, left_;
-  std::list<Job*> jobs_;  // those that may have parts left
-  std::atomic<bool> waiting_{false};  // whether there are any
+  std::list<Job*> jobs_;  // jobs that may have parts left
+  std::atomic<bool> waiting_{false};  // whether there are jobs
   std::uint64_t threads_ = 0;
 };
 
-// This process's. The child of a fork has none of its parent's threads, and makes its own.
+// The helpers of this process. The child of a fork has none of its parent's threads, and makes its own.
 Helpers& helpers() {
   static std::atomic<Helpers*> current{nullptr};
   static const int error = pthread_atfork(nullptr, nullptr, [] { current.store(nullptr); });

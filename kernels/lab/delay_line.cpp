@@ -30,9 +30,9 @@
 
 namespace {
 
-constexpr std::size_t kBytes = 2048, kBatch = 64;  // of a packet's memory; packets that one system call receives
+constexpr std::size_t kBytes = 2048, kBatch = 64;  // bytes of a packet's memory; packets that one system call receives
 constexpr int kSocketBuffer = 64 << 20;
-constexpr double kLate = 1e-3, kMayBeLate = 0.02;  // seconds; share of the packets
+constexpr double kLate = 1e-3, kMayBeLate = 0.02;  // seconds; share of the packets that may be late
 
 struct Packet {
   double due;
@@ -134,7 +134,7 @@ class DelayLine {
     } while (got == static_cast<int>(kBatch));
   }
 
-  // When a packet arrived, by the kernel; later than now if it does not say.
+  // When a packet arrived according to the kernel; later than now if the kernel does not say.
   static double stamp(msghdr& header) {
     const cmsghdr* note = CMSG_FIRSTHDR(&header);
     if (note == nullptr) return HUGE_VAL;

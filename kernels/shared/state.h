@@ -5,7 +5,7 @@
 
 namespace QCCL_NAMESPACE {
 
-// What a call stores of its new state: 0 in place of infinity and NaN, which would spoil all later calls.
+// A value of new state, or 0 in place of infinity and NaN, which would spoil all later calls.
 QCCL_FN float finite_or_zero(float value) { return is_finite(value) ? value : 0.0f; }
 
 // Nesterov momentum: the momentum after a call with the own value x, and the value that replaces x.

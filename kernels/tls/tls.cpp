@@ -25,7 +25,7 @@ constexpr unsigned char kIdentity[] = {'q', 'c', 'c', 'l'};
 constexpr char kCiphers[] = "TLS_AES_128_GCM_SHA256";
 constexpr unsigned char kCipherNumber[] = {0x13, 0x01};
 constexpr std::size_t kRecordNbytes = 16 << 10;
-// Sent and received at a time: several records, or the calls of the system would cost more than the encryption.
+// Bytes sent or received at a time: several records, or the calls of the system would cost more than the encryption.
 constexpr std::size_t kBatchNbytes = 64 << 10;
 constexpr std::size_t kReceiveNbytes = 64 << 10;
 constexpr char kCut[] = "the connection was cut: it ended without the peer's notice";
@@ -103,7 +103,7 @@ class PlainStream final : public Stream {
   }
 
   bool wants_write() const override { return wants_write_; }
-  bool has_pending() const override { return false; }  // what has come is the system's
+  bool has_pending() const override { return false; }  // received bytes wait in the system, not here
   int descriptor() const override { return socket_.descriptor(); }
 
  private:
@@ -146,7 +146,7 @@ class TlsContext {
     Ssl* ssl = openssl.ssl_new(context_);
     Bio* bio = ssl ? openssl.bio_new(method_) : nullptr;
     if (bio) {
-      openssl.set_bio(ssl, bio, bio);  // which takes the only reference, as both sides are the same
+      openssl.set_bio(ssl, bio, bio);  // takes the only reference, because both sides are the same
     } else {
       openssl.ssl_free(ssl);
       throw StreamError("OpenSSL: " + reason());
@@ -259,9 +259,9 @@ class TlsStream final : public Stream {
       has_ended_ = openssl_.get_error(ssl_, result) == tls::kZeroReturn;
       if (has_ended_ || waits(result)) break;
       failure_ = description(result);
-      flush();  // the peer is told
+      flush();  // tell the peer
       if (!done) raise(failure_);
-      break;  // what came before was right
+      break;  // the bytes before the error are valid
     }
     is_full_ = done == nbytes;
     if (done) return static_cast<std::ptrdiff_t>(done);
@@ -279,7 +279,7 @@ class TlsStream final : public Stream {
       if (done == nbytes) break;
       encrypt(static_cast<const char*>(from) + done, std::min(nbytes - done, kBatchNbytes));
     }
-    if (errno_) raise(write_failure_ = failed());  // what the peer has sent can still be read
+    if (errno_) raise(write_failure_ = failed());  // bytes that the peer has sent can still be read
     return done || !nbytes ? static_cast<std::ptrdiff_t>(done) : kWait;
   }
 
@@ -298,7 +298,7 @@ class TlsStream final : public Stream {
 
   const TlsContext& context() const { return *context_; }
 
-  // As OpenSSL's sources and sinks of bytes do: the number of bytes, 0 at the end, -1 for an error or to try again.
+  // The results that OpenSSL expects: the number of bytes, 0 at the end, -1 for an error or to try again.
   int receive_some(Bio* bio, char* to, int nbytes) {
     openssl_.bio_clear_flags(bio, tls::kBioRead | tls::kBioWrite | tls::kBioRetry);
     if (begin_ == end_) {
@@ -402,12 +402,12 @@ class TlsStream final : public Stream {
   std::vector<char> encrypted_;  // records that have to be sent, from flushed_ on
   std::size_t flushed_ = 0;
   std::size_t ahead_ = 0;      // the caller's bytes in them, which count as written when all has been sent
-  std::uint64_t records_ = 0;  // sent with the present key
+  std::uint64_t records_ = 0;  // records sent with the present key
   bool is_proved_ = false, is_done_ = false;  // the handshake: that the peer has the secret; and all has been sent
   bool is_full_ = false;                      // the last read() got all that it had room for
-  bool has_ended_ = false;                    // in order
+  bool has_ended_ = false;                    // the peer has closed in order
   bool is_cut_ = false;
-  int errno_ = 0;  // of the system, in the present call
+  int errno_ = 0;  // the system's error in the present call
   std::string failure_, write_failure_;
 };
 

@@ -33,7 +33,7 @@ std::shared_ptr<TlsContext> make_tls_context(const TlsFunctions& functions, cons
 
 // Nothing here blocks or raises SIGPIPE. The first three throw StreamError, and do so again when called again.
 struct Stream {
-  // Nothing now: wait until the descriptor can be read, or also written if wants_write().
+  // Nothing to read or write now: wait until the descriptor can be read, or also written if wants_write().
   static constexpr std::ptrdiff_t kWait = -1;
 
   virtual ~Stream() = default;  // closes the descriptor; call shut() before for an orderly end
@@ -41,7 +41,7 @@ struct Stream {
   // does not tell which rank the peer is: that must be said over the stream, and be checked, because somebody between the
   // ranks can lead a connection to another rank, or back to the same one.
   virtual bool handshake() = 0;
-  // As many bytes as have come, at most `nbytes`; 0: the peer has closed in order (a plain stream: has closed); or kWait.
+  // Reads the received bytes, at most `nbytes`; 0: the peer has closed (by TLS: in order); or kWait.
   virtual std::ptrdiff_t read(void* to, std::size_t nbytes) = 0;
   // How many bytes were taken, which may be fewer than `nbytes`, or kWait. The bytes that were not taken must come first in
   // the next call, which has no fewer: up to 64 KiB of them are encrypted already. They may be elsewhere in memory.

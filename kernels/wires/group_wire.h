@@ -21,7 +21,7 @@ struct WireFault {
   std::int64_t got = 0, expected = 0;
   int rank = -1;  // this rank
 };
-// Throws.
+// Throws the error of a fault.
 using OnFault = std::function<void(const WireFault&)>;
 
 // The library does not start, or reaches no network: the text says which function failed, or names a rank.
@@ -29,7 +29,7 @@ struct WireError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Returns those of some ranks whose processes have ended; a wire asks when nothing has completed for a while.
+// Finds the ranks among some whose processes have ended; a wire asks when nothing has completed for a while.
 using FindEnded = std::function<std::vector<int>(const std::vector<int>& ranks)>;
 
 // How a thread may wait for a wire.
@@ -47,7 +47,7 @@ struct GroupWire : Wire {
   // while. A wire between machines always sleeps at once. Call it before the first run.
   virtual void set_spins(std::uint64_t) {}
 
-  // What another rank needs to connect to this wire.
+  // The address that another rank needs to connect to this wire.
   virtual std::string address() = 0;
   // Connect rank `rank` to all others, once; `addresses` by rank. Throws WireError that names a
   // rank, and std::system_error.
@@ -55,7 +55,7 @@ struct GroupWire : Wire {
   // Advance transfers without reporting the completed ones, as poll() does.
   virtual void progress(std::uint64_t idle) = 0;
   virtual std::uint64_t set_up_completed() = 0;
-  // Deliver what was sent, for at most `seconds`; then close the connections. From then on no transfer touches the
+  // Deliver sent messages, for at most `seconds`; then close the connections. From then on no transfer touches the
   // caller's memory.
   virtual void close(double seconds) = 0;
 

@@ -15,7 +15,7 @@ namespace {
 constexpr std::chrono::seconds kLongest{1};
 constexpr std::chrono::milliseconds kBetweenTries{1};
 
-std::mutex guard;  // of these two
+std::mutex guard;  // guards the next two
 std::vector<std::mutex*> mutexes, held;
 
 bool lock_until(std::mutex& mutex, std::chrono::steady_clock::time_point limit) {

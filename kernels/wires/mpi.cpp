@@ -16,11 +16,11 @@ namespace {
 // longer). Before that it keeps the processor for `spins` polls, or else yields it.
 constexpr std::uint64_t kYields = 400;
 constexpr long kNap = 20'000;
-// After so many naps it takes longer ones.
+// Naps after which the thread takes longer ones.
 constexpr std::uint64_t kNaps = 800;
 constexpr long kLongNap = 150'000;
 
-// Used instead of the bytes that a receive expects: for a send.
+// Marks a send, in place of the bytes that a receive expects.
 constexpr std::int64_t kSend = -1;
 
 void relax(std::uint64_t idle, std::uint64_t spins) {

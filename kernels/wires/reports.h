@@ -1,4 +1,4 @@
-// What a wire that connects a group tells its callers: transfers that have completed, and faults.
+// The reports of a wire that connects a group to its callers: completed transfers, and faults.
 #pragma once
 
 #include <chrono>
@@ -35,7 +35,7 @@ class Reports {
   }
   std::uint64_t set_up_completed() const { return set_up_completed_; }
 
-  // The first of each kind is kept.
+  // Keeps the first fault of each kind.
   void fail(const WireFault& fault) {
     if (!fault_) fault_ = fault;
   }
@@ -76,7 +76,7 @@ class ReportingWire : public GroupWire {
     Lock lock(mutex_);
     advance(idle, lock);
     if (reports_.has_completed()) return reports_.take_completed(completed);
-    has_fault();  // after everything that had come before it
+    has_fault();  // the loss counts after everything that had come before it
     reports_.raise_any(rank_, lock);
   }
 

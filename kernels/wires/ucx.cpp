@@ -33,7 +33,7 @@ constexpr int kSleepMilliseconds = 1;
 constexpr std::chrono::seconds kQuiet(2), kBetweenLooks(1);
 // Polls without a completion between two questions whether it was quiet for so long.
 constexpr std::uint64_t kPollsBetweenLooks = 1024;
-// In place of the bytes of a receive: a send.
+// Marks a send, in place of the bytes that a receive expects.
 constexpr std::int64_t kSend = -1;
 // Calls of UCX in a row that move something, after which a poll returns: a rank that sends without end cannot keep this
 // one from looking at what has come.
@@ -274,7 +274,7 @@ class Worker final : public ReportingWire {
     if (worker_ && !reports_.has_completed()) look_for_ended(lock);
   }
 
-  // In the wire's thread.
+  // Called in the wire's thread.
   void advance_alone(int wakeup) override {
     Lock lock(mutex_);
     exhaust();

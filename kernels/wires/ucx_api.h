@@ -50,7 +50,7 @@ struct TagInfo {
 
 struct RequestParams {
   static constexpr std::uint32_t kCallback = 1 << 1, kUserData = 1 << 2, kFlags = 1 << 4, kNotAtOnce = 1 << 16;
-  static constexpr std::uint32_t kForce = 1;  // of closing
+  static constexpr std::uint32_t kForce = 1;  // the flag that closes without waiting
   std::uint32_t mask = 0, flags = 0;
   void* request = nullptr;
   union {

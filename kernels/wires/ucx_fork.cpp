@@ -23,7 +23,7 @@ struct Target {
   unsigned long inode;
 };
 
-// What an epoll descriptor waits for (proc(5), fdinfo).
+// The descriptors for which an epoll descriptor waits (proc(5), fdinfo).
 std::vector<Target> targets(int epoll) {
   std::ifstream lines("/proc/self/fdinfo/" + std::to_string(epoll));
   std::vector<Target> found;

@@ -1,4 +1,4 @@
-// What a child of fork() does with the sockets of its parent's UCX.
+// Releases the sockets of a parent's UCX in a child of fork().
 #pragma once
 
 namespace qccl::ucx {

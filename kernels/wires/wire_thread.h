@@ -23,9 +23,9 @@ namespace qccl {
 // would arrive with the caller's next call, and the rank that waits for it would wait for this one's computation.
 class WireThread {
  public:
-  // For so long no caller has advanced the wire.
+  // The thread advances the wire when no caller has done so for this time.
   static constexpr std::chrono::milliseconds kQuiet{5};
-  // The longest sleep in `advance`: what has to be done by time waits for so long.
+  // The longest sleep in `advance`, and so the longest delay of timed work.
   static constexpr int kSleepMilliseconds = 50;
 
   // `advance` does what there is to do, then sleeps for kSleepMilliseconds at most, until more comes or the descriptor
@@ -40,7 +40,7 @@ class WireThread {
 
   ~WireThread() { stop(); }
 
-  // Signals are for the interpreter's threads.
+  // Blocks signals, which are for the interpreter's threads.
   void start() {
     sigset_t all, before;
     sigfillset(&all);

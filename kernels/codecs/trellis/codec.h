@@ -14,10 +14,10 @@
 
 namespace QCCL_NAMESPACE {
 
-constexpr u32 kTrellisBucket = 2048;  // elements at most
+constexpr u32 kTrellisBucket = 2048;  // most elements of a bucket
 constexpr u32 kTrellisSequences = 32;
-constexpr u32 kTrellisBlocks = kTrellisBucket / 32;  // in a bucket at most
-constexpr u32 kTrellisOutliers = 16;                 // at most
+constexpr u32 kTrellisBlocks = kTrellisBucket / 32;  // most blocks of a bucket
+constexpr u32 kTrellisOutliers = 16;                 // most outliers of a bucket
 constexpr u32 kTrellisNoOutlier = 0xffe00000u;
 
 // The meta section of a bucket: centre, scale, then from this offset outliers (a word each) and blocks' scales (a byte

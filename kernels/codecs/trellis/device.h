@@ -8,11 +8,11 @@
 
 namespace QCCL_NAMESPACE {
 
-// Shared by the threads of a block.
+// The shared memory of a block of threads.
 struct TrellisScratch {
   float x[kTrellisBucket];  // values, then distances from the centre, then positions
   u8 codes[kTrellisBucket];  // first the decisions: a bit per state, set if its second predecessor is better
-  float low[kTrellisBlocks], high[kTrellisBlocks];  // of each block
+  float low[kTrellisBlocks], high[kTrellisBlocks];  // the ends of each block
 };
 
 QCCL_FN TrellisScratch& trellis_scratch() {
@@ -20,7 +20,7 @@ QCCL_FN TrellisScratch& trellis_scratch() {
   return scratch;
 }
 
-// As BlockTeam::each(), but not unrolled, because registers are scarce here.
+// Like BlockTeam::each(), but not unrolled, because registers are scarce here.
 template <class Body>
 QCCL_FN void trellis_each(u32 n, const Body& body) {
 #pragma unroll 1
@@ -189,7 +189,7 @@ QCCL_FN void trellis_decode(const BlockTeam& team, const TrellisOptions& o, cons
     const i32 level = trellis_level_of(scratch.codes[i], before, before_that);
     float value = trellis_value(level, trellis_unit(shares[i / o.block], frame, levels), frame, levels);
 #pragma unroll 1
-    for (u32 k = o.outliers; k-- > 0;) {  // of two for the same element, the first is valid
+    for (u32 k = o.outliers; k-- > 0;) {  // of two outliers for the same element, the first is valid
       const u32 word = load_word(meta + kTrellisOutlierOffset + 4 * k);
       const float distance = trellis_outlier_distance(word);
       if (trellis_outlier_element(word) == i && distance != 0.0f) value = distance + frame.centre;

@@ -11,7 +11,7 @@ template <int Bits, u32 Bucket, u32 Block, int Outliers>
 struct TrellisTile {
   static constexpr int decode_blocks = Bits > 6 ? 3 : 4;  // longer codes need more registers than four leave
 
-  // What a thread loads of a wire.
+  // The part of a wire that a thread loads.
   template <class T, class S>
   struct Wire {
     u32 first;               // the number of the thread's first value in the bucket
@@ -19,7 +19,7 @@ struct TrellisTile {
     const u8* outliers;      // the bucket's words
     u32 own;                 // bit k is set if outlier k is a value of this thread
     bool finite;             // centre, scale and outliers are finite, so no value is NaN
-    u32 shares[S::vectors];  // of the vectors' blocks
+    u32 shares[S::vectors];  // shares of the vectors' blocks
     Pieces<Bits, T, S> codes, before, before_that;
   };
 

@@ -346,7 +346,7 @@ QCCL_FN void trellis_decode(const HostTeam&, const TrellisOptions& o, const u8* 
   alignas(64) float y[kTrellisBucket];
   with_bits(o.bits, [&](auto bits) QCCL_INLINE { trellis_decode_bits<bits.value>(o, codes, meta, n, y); });
   const float centre = load_float(meta);
-  for (u32 k = o.outliers; k-- > 0;) {  // of two for the same element, the first is valid
+  for (u32 k = o.outliers; k-- > 0;) {  // of two outliers for the same element, the first is valid
     const u32 word = load_word(meta + kTrellisOutlierOffset + 4 * k), element = trellis_outlier_element(word);
     const float distance = trellis_outlier_distance(word);
     if (element < n && distance != 0.0f) y[element] = distance + centre;

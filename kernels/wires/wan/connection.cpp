@@ -7,10 +7,10 @@ namespace qccl::wan {
 
 namespace {
 
-// Read at once, at most.
+// Most bytes of one read.
 constexpr std::size_t kInputNbytes = 256 << 10;
 static_assert(kInputNbytes > kPartNbytes + sizeof(Head), "room for a frame");
-// Reads of one call: other connections want their turn.
+// Most reads of one call, because other connections want their turn.
 constexpr int kMostReads = 8;
 
 Head head_at(const unsigned char* bytes) {

@@ -10,7 +10,7 @@
 
 namespace qccl::wan {
 
-// Writes what it is given, in order. Throws StreamError when the connection is broken.
+// Writes frames in the given order. Throws StreamError when the connection is broken.
 class Connection {
  public:
   explicit Connection(std::unique_ptr<Stream> stream);
@@ -27,19 +27,19 @@ class Connection {
   void acknowledge(std::size_t early, std::uint64_t number);
   // Frames that have come since then.
   std::uint64_t unacknowledged() const { return received_ - said_; }
-  // What came with acknowledgements since the last call: bytes of this side's frames.
+  // Bytes of this side's frames that were acknowledged since the last call.
   std::size_t take_freed() { return std::exchange(freed_, 0); }
   // The last acknowledgement's bytes and number; 0: there was none.
   std::size_t peer_early() const { return peer_early_; }
   std::uint64_t peer_number() const { return peer_number_; }
-  // A frame has come.
+  // Whether a frame has come.
   bool has_heard() const { return has_heard_; }
   // Frames that may not have come; the connection is of no use afterwards.
   Frames take_frames();
 
   // Frames under way.
   std::size_t under_way() const { return frames_.size(); }
-  // It has greetings or an acknowledgement, or what was not written whole.
+  // Whether greetings, an acknowledgement or the rest of a frame must be written.
   bool has_rest() const { return writing_ || !greetings_.empty() || ack_; }
   // The descriptor may be writable again.
   void retry() { is_blocked_ = false; }
@@ -54,12 +54,12 @@ class Connection {
 
   std::unique_ptr<Stream> stream_;
   const std::unique_ptr<unsigned char[]> input_;
-  std::size_t begin_ = 0, end_ = 0;  // of what was read and not used
+  std::size_t begin_ = 0, end_ = 0;  // the bytes that were read and not used
   std::deque<std::vector<unsigned char>> greetings_;
-  std::optional<Head> ack_;  // the next one
+  std::optional<Head> ack_;  // the next acknowledgement
   Frames frames_;            // the last one is written in part if `writing_`
   bool writing_ = false, is_blocked_ = false, has_heard_ = false;
-  std::size_t written_ = 0;  // of the greeting or frame that is written
+  std::size_t written_ = 0;  // bytes of the present greeting or frame
   std::uint64_t received_ = 0, said_ = 0, heard_ = 0;
   std::size_t freed_ = 0, peer_early_ = 0;
   std::uint64_t peer_number_ = 0;

@@ -1,4 +1,4 @@
-// What ranks between sites write to their connections: frames, each a head and some bytes of one message.
+// The frames that ranks between sites exchange: each has a head and some bytes of one message.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ constexpr std::size_t kShortNbytes = 9 << 10;
 
 enum class Kind : std::uint32_t {
   hello = 1,  // the first frame of a connection: `tag` is its number, `index` and `offset` the ranks from and to
-  data,       // of message `index` with `tag`, which has `total` bytes, those from `offset` on
+  data,       // the bytes from `offset` on of message `index` with `tag`, which has `total` bytes
   ack,        // `index` frames have come on this connection; `total` bytes wait for receives, says acknowledgement `offset`
               // of this rank, counted over its connections to the other one
   announce,   // message `index` with `tag` waits, because too many bytes wait for receives

@@ -9,13 +9,13 @@ namespace qccl::wan {
 
 namespace {
 
-// Bytes that may wait for receives: a rank stops long messages before that, and the engine's short ones are few.
+// Most bytes that wait for receives: a rank stops long messages before that, and the engine's short ones are few.
 constexpr std::size_t kMostEarly = 3 * kCreditNbytes;
-// What a message costs beside its bytes.
+// Bytes that a message costs beside its data.
 constexpr std::size_t kMessageNbytes = 256;
-// Of one message: what came of it is noted by part.
+// Most bytes of one message, because the inbox notes for each part whether it came.
 constexpr std::uint64_t kMostTotal = std::uint64_t{1} << 40;
-// Messages of one tag behind the first that has not ended.
+// Most messages of one tag behind the first that has not ended.
 constexpr std::uint64_t kMostBehind = 1 << 20;
 
 std::size_t parts_of(std::uint64_t total) {

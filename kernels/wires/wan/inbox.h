@@ -1,4 +1,4 @@
-// What one rank receives from another one: messages put together from parts, which come in any order, perhaps twice.
+// The messages from another rank, put together from parts, which come in any order, perhaps twice.
 #pragma once
 
 #include <functional>
@@ -44,16 +44,16 @@ class Inbox {
     std::size_t* arrived = nullptr;
     Token token = 0;
     std::uint64_t total = 0;
-    std::size_t parts = 0;    // that have come
+    std::size_t parts = 0;    // number of parts that have come
     std::vector<bool> came;  // by part; empty until the first comes
-    std::vector<std::pair<std::size_t, std::vector<unsigned char>>> kept;  // parts before the receive
-    std::size_t counted = 0;  // of it in early()
+    std::vector<std::pair<std::size_t, std::vector<unsigned char>>> kept;  // parts that came before the receive
+    std::size_t counted = 0;  // its bytes that early() counts
   };
-  // Of one tag.
+  // The messages of one tag.
   struct Line {
     std::uint64_t receives = 0;       // posted so far
     std::uint64_t ended_below = 0;    // messages that have ended
-    std::set<std::uint64_t> ended;    // and those behind them
+    std::set<std::uint64_t> ended;    // ended messages behind the first that has not
     std::unordered_map<std::uint64_t, Message> messages;
   };
 

@@ -19,13 +19,13 @@ namespace qccl::wan {
 namespace {
 
 constexpr std::uint64_t kVersion = 1;
-// How long a connection may take until it is made, and then until both sides are known; and between two tries.
+// Seconds in which a connection must be made, in which both sides must then be known, and between two tries.
 constexpr double kDialSeconds = 1.5, kGreetSeconds = 5, kRetrySeconds = 0.2;
 // The other one of two ranks, which usually calls, begins this much earlier.
 constexpr double kSecondSeconds = 1;
-// Callers that are accepted at once: those that have said who they are come first.
+// Most callers accepted at once: callers that have said who they are come first.
 constexpr int kMostAccepts = 16;
-// For long messages: to all ranks of a large group together, and to each at least.
+// Connections for long messages: most to all ranks of a large group together, and least to each.
 constexpr int kMostConnections = 1000, kLeastConnections = 2;
 
 }  // namespace
@@ -187,7 +187,7 @@ void Links::take_slot(Link& link) {
   place = link.id;
 }
 
-// This side is the one that called.
+// This side has called: it greets.
 void Links::greet(Link& link) {
   Head head;
   head.kind = Kind::hello;
@@ -216,7 +216,7 @@ void Links::accept() {
     const int descriptor = accept4(settings_.listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (descriptor < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)) listen(false);
     if (descriptor < 0) return;
-    // Any of them: strangers that call without end would always end the longest wait, a rank's across the world.
+    // Drop a random one: if the oldest went, endless strangers would always drop a rank from across the world.
     if (guests_.size() >= most_guests_) drop(guests_[random_() % guests_.size()]);
     Link& link = add(descriptor, seconds());
     link.is_caller = true;

@@ -42,7 +42,7 @@ class Links {
   // By time: calls a rank for connections that are missing, and listens again where there were no descriptors.
   void call_missing(Peer& peer, double now);
   void listen_again(double now);
-  // The process has not looked for so many seconds.
+  // Extends deadlines by the seconds for which the process was stopped or busy.
   void give_time(double busy);
 
   // Ends a connection; what it may not have delivered goes over another one.
@@ -52,16 +52,16 @@ class Links {
   // Destroys connections that were dropped. Not while a function of one of them runs.
   void forget_dropped() { dropped_.clear(); }
 
-  // Of all connections, also those on their way. They may change meanwhile: see find().
+  // The ids of all connections, also of unfinished ones. Connections may end meanwhile: see find().
   std::vector<std::uint64_t> ids() const;
-  // Null: it has ended.
+  // The connection with an id; null: it has ended.
   Link* find(std::uint64_t id);
   // The connection of a slot, if it is up.
   Link* at(const Peer& peer, std::size_t slot);
   bool any_up(const Peer& peer) const;
 
  private:
-  // Of two ranks the one with the higher number, because rank 0 is the one that all can reach.
+  // The rank with the higher number calls, because all can reach rank 0.
   bool calls_first(const Peer& peer) const { return group_.rank > peer.rank; }
   void watch(int descriptor, std::uint64_t id, std::uint32_t events, int operation);
   Link& add(int descriptor, double now);

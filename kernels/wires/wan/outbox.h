@@ -1,4 +1,4 @@
-// What one rank sends to another one: which frame comes next, and which must be sent again.
+// The messages to another rank: chooses the frame that comes next, and the frames that must be sent again.
 #pragma once
 
 #include <unordered_map>
@@ -8,11 +8,11 @@
 
 namespace qccl::wan {
 
-// Bytes for one rank that are copied, at most: until it has acknowledged them they may have to be sent again.
+// Most copied bytes for one rank: until it has acknowledged them they may have to be sent again.
 constexpr std::size_t kWindowNbytes = 16 << 20;
-// Bytes that are cut and not with a connection, about.
+// Approximate bytes that are cut into frames and wait for a connection.
 constexpr std::size_t kReadyNbytes = 1 << 20;
-// Bytes of messages that may come before their receives, about.
+// Approximate bytes of messages that may come before their receives.
 constexpr std::size_t kCreditNbytes = 32 << 20;
 
 // No sockets and no clock. Messages are cut into parts, which any connection may carry. Short ones come first.
@@ -59,13 +59,13 @@ class Outbox {
 
   std::unordered_map<int, std::uint64_t> indices_;  // by tag, of the next message
   std::deque<Message> pending_;                     // long ones that are not copied whole
-  Frames short_, long_;  // to be sent
+  Frames short_, long_;  // frames to be sent
   // In the order in which they were sent; some have come. A slow connection's frame may stay for long: those behind it
   // must not keep their bytes.
   std::deque<std::weak_ptr<Frame>> sent_;
   std::size_t held_ = 0;   // bytes of frames that are not acknowledged
   std::size_t early_ = 0;
-  std::uint64_t early_number_ = 0;  // of the acknowledgement that said so
+  std::uint64_t early_number_ = 0;  // number of the acknowledgement that said so
 };
 
 }  // namespace qccl::wan

@@ -1,4 +1,4 @@
-// What a wire between sites knows of the other ranks and of its connections. No sockets and no clock.
+// The other ranks and the connections, as a wire between sites knows them. No sockets and no clock.
 #pragma once
 
 #include <algorithm>
@@ -22,11 +22,11 @@ struct Link {
   std::unique_ptr<Connection> connection;
   int peer = -1, slot = -1;
   bool is_caller = false, is_ready = false;  // the handshake is over
-  bool is_up = false;                        // and both sides are known
+  bool is_up = false;                        // the handshake is over, and both sides are known
   bool is_patient = false;                   // TCP has no timeout
   bool has_tail = false;                     // nothing was sent behind its last frame
   std::uint64_t turn = 0;                    // when it was given its last frame, counted in frames
-  std::uint32_t events = 0, resent = 0;      // resent: segments, by TCP
+  std::uint32_t events = 0, resent = 0;      // epoll's events; segments that TCP has resent
   double since = 0, until = 0;               // when it was connected, and when it must be up
 };
 
@@ -39,19 +39,19 @@ struct Peer {
   Inbox in;
   std::vector<std::uint64_t> links;  // by slot; 0: none. Slot 0 is for short messages
   std::vector<double> next_dial;
-  std::string lost;                              // why; nothing more is sent to it or received
+  std::string lost;                              // the reason of its loss; nothing more is sent to it or received
   double down_since = 0;                         // 0: there is a connection, and something has come over it
-  std::uint64_t acknowledgements = 0;            // said to it
+  std::uint64_t acknowledgements = 0;            // number of acknowledgements sent to it
   double lossy_until = 0;                        // packets to it were lost lately
   double round_trip = 0;                         // seconds, as TCP has measured it last
 
-  // The first reason counts.
+  // Marks the rank as lost; the first reason counts.
   void lose(const std::string& reason) {
     if (lost.empty()) lost = reason;
   }
   bool is_lossy(double now) const { return now < lossy_until; }
   void acknowledge(Connection& connection) { connection.acknowledge(in.early(), ++acknowledgements); }
-  // What acknowledgements have said.
+  // Applies the acknowledgements that a connection has brought.
   void settle(Connection& connection) {
     out.acknowledged(connection.take_freed());
     out.set_early(connection.peer_early(), connection.peer_number());

@@ -12,13 +12,13 @@ namespace qccl::wan {
 
 namespace {
 
-// Probes of a full connection on their way, at most.
+// Most unanswered probes of a full connection.
 constexpr int kUnanswered = 1;
-// How long a network counts as one that loses packets, after TCP has sent some again.
+// Seconds for which a network counts as lossy after TCP has resent packets.
 constexpr double kLossySeconds = 10;
-// Then a frame that was not acknowledged in this time is sent by another connection, too.
+// On a lossy network a frame that was not acknowledged in this time is sent by another connection, too.
 constexpr double kLateRoundTrips = 2, kLateSeconds = 0.02;
-// And the network is idle that carried nothing new for so long.
+// A network counts as idle after this many seconds without a new frame.
 constexpr double kIdleNetworkSeconds = 0.003;
 
 // Frames under way; of equal ones the connection that was used first is the next.
@@ -53,7 +53,7 @@ bool Sender::takes_long(const Peer& peer, const Link& link) {
   return true;
 }
 
-// Of the connections that can take a frame, and for which there is one; null: there is none.
+// The least loaded connection that can take a frame that waits; null: there is none.
 Link* Sender::least_loaded(const Peer& peer) {
   Link* found = nullptr;
   for (std::size_t slot = 0; slot < peer.links.size(); ++slot) {
@@ -66,7 +66,7 @@ Link* Sender::least_loaded(const Peer& peer) {
   return found;
 }
 
-// Of the connections for long messages that take a frame, beside that of the slot `except`.
+// The idlest connection for long messages that takes a frame, apart from the one of the slot `except`.
 Link* Sender::idlest(const Peer& peer, int except) {
   Link* found = nullptr;
   for (std::size_t slot = 1; slot < peer.links.size(); ++slot) {

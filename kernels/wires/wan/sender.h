@@ -1,4 +1,4 @@
-// Which connection carries which frame, and what is sent again before TCP does so. The section Loss of
+// Chooses the connection for each frame, and resends frames before TCP does so. The section Loss of
 // docs/architecture/wan.md says why.
 #pragma once
 
@@ -18,7 +18,7 @@ class Sender {
 
   // Writes as much to a rank as its connections take. Appends the tokens of messages whose memory is free again.
   void pump(Peer& peer, std::vector<Token>& copied);
-  // Looks what TCP says of a connection.
+  // Reads TCP's measurements of a connection.
   void measure(Link& link, double now);
   // Has something small follow the last frame of a connection, where TCP has sent that.
   void probe(Link& link);

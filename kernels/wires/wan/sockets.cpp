@@ -19,10 +19,10 @@ namespace qccl::wan {
 
 namespace {
 
-// Data that is not acknowledged, or silence, for so long breaks a connection; a new one is often there sooner than TCP's own
+// Unacknowledged data, or silence, breaks a connection after this time; a new one is often there sooner than TCP's own
 // next try.
 constexpr int kUserTimeoutMilliseconds = 4000, kIdleSeconds = 5;
-// Not sent and in the kernel's buffers of all connections to a rank, about: a slow one must not hold much.
+// Approximate unsent bytes in the kernel's buffers of all connections to a rank: a slow one must not hold much.
 constexpr int kNotSentNbytes = 128 << 10, kLeastNotSentNbytes = 16 << 10;
 constexpr std::size_t kMostGuests = 256, kLeastGuests = 8;
 

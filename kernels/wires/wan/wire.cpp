@@ -25,15 +25,15 @@ using wan::Link;
 using wan::Peer;
 
 constexpr int kSleepMilliseconds = 1;
-// Between two looks at what has to be done by time.
+// Seconds between two looks at timed work.
 constexpr double kTickSeconds = 0.005;
-// And at what TCP says of its connections.
+// Seconds between two readings of TCP's measurements.
 constexpr double kMeasureSeconds = 0.05;
-// A connection that has been silent for so long was not refused: the other rank's machine is there, and its process busy.
+// A connection that was silent for this time was not refused: the other machine is there, and its process is busy.
 constexpr double kSilentSeconds = 1;
-// A process that did not look for so long has not waited meanwhile.
+// A gap of this time between two looks does not count as waiting.
 constexpr double kBusySeconds = 0.5;
-// An acknowledgement is sent after so many frames, or this late.
+// An acknowledgement is sent after this many frames, or this many seconds.
 constexpr std::uint64_t kFramesPerAck = 16;
 constexpr int kMostEvents = 64;
 // Part of a round trip for which a thread sleeps whatever comes meanwhile, if that is not too short.
@@ -179,7 +179,7 @@ class Sites final : public ReportingWire {
     return seconds();
   }
 
-  // By time: connections that are missing or late, late acknowledgements, ranks that stay away.
+  // Does timed work: connections that are missing or late, late acknowledgements, ranks that stay away.
   void tick(double now) {
     next_tick_ = now + kTickSeconds;
     if (const double busy = now - std::exchange(last_tick_, now); busy > kBusySeconds) give_time(busy);
@@ -211,7 +211,7 @@ class Sites final : public ReportingWire {
     if (link.has_tail && peer.is_lossy(now)) sender_.probe(link);
   }
 
-  // What others had to do by now they could not show to a process that did not look.
+  // Extends the others' deadlines: a process that did not look could not see them keep these.
   void give_time(double busy) {
     links_.give_time(busy);
     for (Peer& peer : group_.peers)
@@ -260,7 +260,7 @@ class Sites final : public ReportingWire {
     Peer* const peer = link && link->is_up ? &group_.at(link->peer) : nullptr;
     links_.drop(id);
     if (!peer) return;
-    collect(*peer);  // what came before
+    collect(*peer);  // use what came before the error
     if (!reason.empty()) peer->lose(reason);
   }
 

@@ -11,11 +11,11 @@ namespace qccl {
 
 struct WanSettings {
   int listener = -1;               // a listening socket, which the wire owns from now on
-  std::string address;             // of this rank; see make_wan_wire()
+  std::string address;             // this rank's address; see make_wan_wire()
   std::shared_ptr<TlsContext> tls;  // null: nothing is encrypted
-  std::string congestion_control;  // of TCP; empty: the system's
-  int connections = 1;             // for long messages, beside the one for short ones
-  double away_seconds = 60;        // in which a rank must be reached again
+  std::string congestion_control;  // TCP's algorithm; empty: the system's default
+  int connections = 1;             // connections for long messages, beside the one for short messages
+  double away_seconds = 60;        // after which a rank that cannot be reached is lost
 };
 
 // An address has lines: 32 hexadecimal digits, random for each wire, and the number of `connections`; then "HOST PORT", in
