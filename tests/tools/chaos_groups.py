@@ -302,7 +302,7 @@ def be_a_rank(plan: Plan, number: int, folder: Path, address: str, size: int) ->
     set_up(plan.transport, number, size or SIZE, address if size else ":0")
     rank = Rank(plan, number, folder)
     if plan.transport.startswith("ucx"):  # once it is loaded, UCX has some descriptors of its own
-        UcxTransport(lambda note: [note], SETTLE).close()
+        UcxTransport.meet(lambda note: [note], SETTLE).close()
     before = descriptors()
     try:
         comm = connect(plan.transport, number, size, address, SETTLE) if size else qccl.join(address, SETTLE)
