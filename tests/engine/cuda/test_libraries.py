@@ -1,4 +1,4 @@
-"""What the fake GPUs have exists in CuPy, cuda-python and NCCL, and takes as many arguments there.
+"""Everything that is asked of CuPy and cuda-python exists there, and takes as many arguments as it is given.
 
 The libraries need no GPU for that; where they are not installed there is nothing to compare with.
 """
@@ -6,10 +6,10 @@ The libraries need no GPU for that; where they are not installed there is nothin
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,78 @@ FILES = [
     *sorted((ROOT / "tests" / "gpu").glob("*.py")),
     ROOT / "qccl" / "bench" / "sweep" / "plain.py",
 ]
+_UNKNOWN = "?"
 
 
 @pytest.fixture(scope="module")
-def cupy() -> Any:
-    """The real one, with its module of NCCL."""
-    reason = "CuPy is not installed (extra 'cuda12' or 'cuda13')"
-    pytest.importorskip("cupy.cuda.nccl", reason=reason, exc_type=ImportError)
-    return importlib.import_module("cupy")
+def roots() -> dict[str, list[Any]]:
+    """The names under which the code knows the libraries, and what they are."""
+    cupy = pytest.importorskip(
+        "cupy", reason="CuPy is not installed (extra 'cuda12' or 'cuda13')", exc_type=ImportError
+    )
+    bindings = pytest.importorskip("cuda.bindings.driver", reason="cuda-python is not installed")
+    from cupy.cuda import driver, nccl, runtime
+
+    return {
+        "cupy": [cupy],
+        "cuda": [cupy.cuda],
+        "runtime": [runtime],
+        "driver": [driver, bindings],
+        "bindings": [bindings],
+        "nccl": [nccl],
+        "comm": [nccl.NcclCommunicator],
+        "_comm": [nccl.NcclCommunicator],
+    }
+
+
+def chain(node: ast.expr) -> list[str]:
+    """cuda_libraries().a.b -> [cuda_libraries, a, b]; nothing is known of the results of other calls."""
+    match node:
+        case ast.Attribute(value, name):
+            return [*chain(value), name]
+        case ast.Call(ast.Name("cuda_libraries")):
+            return ["cuda_libraries"]
+        case ast.Name(name):
+            return [name]
+    return [_UNKNOWN]
+
+
+def uses(path: Path) -> Iterator[tuple[int, list[str], list[ast.expr] | None, list[str]]]:
+    """Line, names, and the arguments of a call or of a pair of a function and its arguments."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(ast.Attribute() as function, arguments, keywords):
+                names = [str(k.arg) for k in keywords]
+                if not any(isinstance(a, ast.Starred) for a in arguments) and "None" not in names:
+                    yield node.lineno, chain(function), arguments, names
+            case ast.Tuple([ast.Attribute() as function, ast.Tuple(arguments)]):
+                if not any(isinstance(a, ast.Starred) for a in arguments):
+                    yield node.lineno, chain(function), arguments, []
+            case ast.Attribute():
+                yield node.lineno, chain(node), None, []
+
+
+def found(names: list[str], roots: dict[str, list[Any]], line: str) -> Any:
+    """What the libraries have under these names; None where they are not about the libraries."""
+    places = [i for i, name in enumerate(names[:-1]) if name in roots]
+    if (
+        not places
+        or names[0] in ("torch", "bindings", _UNKNOWN)
+        or (names[places[-1]] in ("comm", "_comm") and "nccl.py" not in line and names[-1] != "allReduce")
+    ):
+        return None
+    missing = ""
+    for root in roots[names[places[-1]]]:
+        value = root
+        for name in names[places[-1] + 1 :]:
+            if not hasattr(value, name):
+                missing = f"{line}: {'.'.join(names)} does not exist"
+                break
+            value = getattr(value, name)
+        else:
+            return value
+    raise AssertionError(missing)
 
 
 def parameters(function: Any) -> list[tuple[str, bool]] | None:
@@ -50,13 +114,46 @@ def parameters(function: Any) -> list[tuple[str, bool]] | None:
     return [(p.name, p.default is not p.empty) for p in signature.parameters.values()]
 
 
-def test_the_fake_has_nothing_that_the_libraries_lack(cupy):
+def test_every_name_and_number_of_arguments(roots):
+    names, calls = set(), set()
+    for path in FILES:
+        for number, parts, arguments, keywords in uses(path):
+            line = f"{path.name}:{number}"
+            function = found(parts, roots, line)
+            if function is None:
+                continue
+            names.add(parts[-1])
+            expected = parameters(function) if arguments is not None and callable(function) else None
+            if expected is None or arguments is None:
+                continue
+            known = [name for name, _ in expected]
+            given = [*known[: len(arguments)], *keywords]
+            assert len(arguments) <= len(expected), f"{line}: {parts[-1]} takes {known}, not {len(arguments)} arguments"
+            assert set(keywords) <= set(known), f"{line}: {parts[-1]} takes {known}, not {keywords}"
+            lacking = [name for name, has_default in expected if not has_default and name not in given]
+            assert not lacking, f"{line}: {parts[-1]} needs {lacking}, too"
+            calls.add(parts[-1])
+    assert {"launchKernel", "compile_using_nvrtc", "commSplit", "cuPointerGetAttributes", "from_external"} <= names
+    assert {
+        "eventRecord",
+        "cuEventQuery",
+        "streamWaitEvent",
+        "memcpyAsync",
+        "send",
+        "recv",
+        "allGather",
+        "allReduce",
+    } <= calls
+
+
+def test_the_fake_has_nothing_that_the_libraries_lack(roots):
     """Tests on the fake mean something only for what exists, and takes as many arguments.
 
     NCCL's module and the driver's are the real ones there, which refuse other arguments by themselves.
     """
     import fake_cuda
 
+    cupy = roots["cupy"][0]
     made, compared = fake_cuda.modules(fake_cuda.World()), set()
     for module, real in (("cupy", cupy), ("cupy.cuda", cupy.cuda), ("cupy.cuda.runtime", cupy.cuda.runtime)):
         for name, fake in vars(made[module]).items():
