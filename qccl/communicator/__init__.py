@@ -1,1 +1,1 @@
-"""What a program holds: init, calls on arrays and pointers, plans, work, and state."""
+"""The objects that a program holds: init, calls on arrays and pointers, plans, work, and state."""

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Communicator"]
 
-#: limit of call numbers, which have 64 bits
+#: call numbers are less than this
 _CALLS = 1 << 63
-#: how often grow() looks for processes that wait
+#: pause between two looks of grow() for waiting processes
 _NAP_SECONDS = 0.02
-#: of the groups that this process makes: as a rule each rank makes the same ones in the same order
+#: numbers the groups of this process; ranks usually make the same groups in the same order
 _numbers = itertools.count()
 
 
@@ -119,7 +119,7 @@ class Communicator(Collectives):
         backend: Callable[[Any], Backend] = HostBackend,
         name: str | None = None,
     ) -> Communicator:
-        """A communicator over a transport of the kind that the backend needs; ``name`` is the group's, for records."""
+        """Make a communicator over a transport that suits the backend; ``name`` is the group's name in records."""
         comm = cls.__new__(cls)
         comm._set_up(transport, timeout, backend, name)
         return comm
@@ -189,7 +189,7 @@ class Communicator(Collectives):
 
     @classmethod
     def _over(cls, group: Transport, device: int | None, timeout: float | None) -> Communicator:
-        """The ranks of a host group on their GPUs; the group is theirs, too, or is closed where that fails."""
+        """Connect the ranks of a host group on their GPUs. The communicator owns the group; a failure closes it."""
         try:
             return cls._on_cuda(lambda nccl: nccl.from_group(group, device, setup_timeout(timeout)), timeout)
         except BaseException:
@@ -224,10 +224,10 @@ class Communicator(Collectives):
         key: str | None = None,
         **parameters: Any,
     ) -> Plan:
-        """Collective: a plan of one collective, such as "allreduce", for a vector of ``count`` elements.
+        """Collective: make a plan of one collective, such as "allreduce", for a vector of ``count`` elements.
 
         ``dtype`` is a name, NCCL's number, or a type of NumPy, torch or JAX (such as ``x.dtype``). ``parameters`` are
-        those of the collective's method ("op", "algorithm", ...).
+        the parameters of the collective's method ("op", "algorithm", ...).
         """
         self._session.check_usable()
         if collective == HierarchicalSpec.name:
@@ -238,7 +238,7 @@ class Communicator(Collectives):
 
     @guarded
     def plan_of(self, spec: CollectiveSpec, key: str | None = None) -> Plan:
-        """Collective: a plan of any call, from its spec (qccl.collectives), to time or inspect it.
+        """Collective: make a plan of any call, from its spec (qccl.collectives), to time or inspect it.
 
         Calls of several arrays, for which plan() has no name, are bound with Plan.bind_buffers().
         """
@@ -247,16 +247,16 @@ class Communicator(Collectives):
 
     def _plan(self, specs: Sequence[CollectiveSpec], key: str | None) -> Plan:
         for spec in specs:
-            spec.buffers(self.rank, self.size)  # raises for what these ranks cannot do
+            spec.buffers(self.rank, self.size)  # raises if these ranks cannot make the call
         return Plan(self._session, specs[0], key, self.nodes, self._choose(specs, key))
 
     @guarded
     def profile(self) -> GroupProfile:
         """Collective: the profile of the group: measured times of calls, by which ``codec="auto"`` decides.
 
-        It has what was loaded by qccl.init(), and the kinds of calls that were made with ``codec="auto"`` so far. If it
-        has no all-reduces of float32 with minmax8 yet, they are measured, in less than a second where the network has
-        no long delay. Raises ArgumentError for a single rank, in the capture of a CUDA graph, and where calls cannot be
+        It has the times that qccl.init() loaded, and those of the kinds of calls made with ``codec="auto"`` so far. If
+        it has no all-reduces of float32 with minmax8 yet, they are measured, in less than a second unless the network's
+        delay is long. Raises ArgumentError for a single rank, in the capture of a CUDA graph, and if calls cannot be
         measured, because the timeout is too short or a GPU has no memory for them; and the errors of calls.
         """
         self._session.check_usable()
@@ -270,7 +270,7 @@ class Communicator(Collectives):
 
     @guarded
     def _adopt(self, profile: GroupProfile) -> None:
-        """Collective: decide by a profile that was loaded; see Chooser.adopt()."""
+        """Collective: decide by a loaded profile; see Chooser.adopt()."""
         self._chooser.adopt(profile)
 
     @property
@@ -289,7 +289,7 @@ class Communicator(Collectives):
 
     @guarded
     def allgather(self, item: bytes) -> list[bytes]:
-        """Collective: every rank's ``item``, bytes, in rank order; for set-up, not for speed."""
+        """Collective: gather every rank's ``item``, bytes, in rank order; for set-up, not for speed."""
         if not isinstance(item, bytes):
             raise ArgumentError(f"an item of allgather() must be bytes, not {type(item).__name__}")
         return self._session.run_collective("allgather()", lambda: self.transport.allgather(item, self.timeout))
@@ -315,19 +315,19 @@ class Communicator(Collectives):
 
     @property
     def calls(self) -> int:
-        """The number of the next collective: those started so far, or after a failure those that succeeded.
+        """The number of collectives started so far, or after a failure of those that succeeded.
 
-        Random numbers depend on it.
+        It numbers the next collective, and keys its random numbers.
         """
         return self._session.numbers.calls
 
     @guarded
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state on which the results of later calls depend; waits for calls under way.
+        """Copy this rank's state, on which the results of later calls depend; waits for calls under way.
 
-        "keys" has the state of stateful codecs by key, as copies in NumPy arrays; "calls" is the number of the next
-        call. After a failure it returns the state after the last successful calls; on CUDA those whose results were
-        complete before the failure may count. qccl.save_state() writes it to a file.
+        "keys" has the state of stateful codecs by key, as NumPy arrays; "calls" is the number of the next call. After
+        a failure it is the state after the last successful calls; on CUDA it may include calls whose results were
+        complete before the failure. qccl.save_state() writes it to a file.
         """
         session = self._session
         session.engine.wait_until_idle(self.timeout)
@@ -335,7 +335,7 @@ class Communicator(Collectives):
 
     @guarded
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the state that state_dict() returned on the rank of this number in a group of this size.
+        """Restore the state that state_dict() returned on the same rank of a group of the same size.
 
         Every rank must call it. Later calls then give the same bits as they would have given after state_dict(). Raises
         ArgumentError for any other state, and then changes nothing.
@@ -351,7 +351,7 @@ class Communicator(Collectives):
         session.engine.wait_until_idle(self.timeout)
         session.state.load(saved["keys"])
         session.numbers.go_on(calls)
-        session.programs.clear()  # whose headers have the old offset
+        session.programs.clear()  # the programs' headers have the old offset
 
     @guarded
     def reset(self, key: str | None = None) -> None:
@@ -363,7 +363,10 @@ class Communicator(Collectives):
 
     @guarded
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Collective: a communicator of the ranks with this ``color``, ordered by (key, rank); None: in no group."""
+        """Collective: make a communicator of the ranks with this ``color``, ordered by (key, rank).
+
+        A rank with the color None is in no group, and gets None.
+        """
         self._session.check_usable()
         check_group(color, key)
         transport = self._session.run_collective("split()", lambda: self._split_transport(color, key))
@@ -378,7 +381,7 @@ class Communicator(Collectives):
         return self.transport.made
 
     def _begin_making(self) -> None:
-        """Let an exception that ends the present call end the group that the call makes, too."""
+        """From now on, an exception that ends the present call also ends the group that the call makes."""
         self.transport.made = None
         self._session.making = self._session.mark(), self._end_made
 
@@ -391,25 +394,26 @@ class Communicator(Collectives):
 
     @property
     def address(self) -> str:
-        """For qccl.join(): "host:port#secret" of this rank, or "wan://host:port#secret". Over UCX and wan only.
+        """The address for qccl.join(): "host:port#secret", or "wan://host:port#secret". Over UCX and wan only.
 
-        Whoever has it can join the group, so keep it secret.
+        Every process that knows it can join the group, so keep it secret.
         """
         return self.transport.address
 
     @guarded
     def shrink(self, timeout: float | None = None) -> Communicator:
-        """Collective among the ranks that are left, usually after PeerLost or CollectiveTimeout: a group of them.
+        """Collective on the remaining ranks, usually after PeerLost or CollectiveTimeout: make a group of them.
 
-        They keep their order. Any rank may be lost, and several. The ranks first agree on the members. They wait
-        ``timeout`` seconds (None: the communicator's) for a rank that has not ended and does not call shrink(); then it
-        is lost, too, and can only return with qccl.join(). Each rank keeps the residuals and momenta of its own values;
-        those of sums begin at zero. ``calls`` is the largest of all ranks'. This communicator is unusable afterwards;
-        communicators that split() made of it are not changed.
+        They keep their order. Any ranks may be lost. The ranks first agree on the members. They wait ``timeout``
+        seconds (None: the communicator's) for ranks that have not ended and do not call shrink(). After that such a
+        rank counts as lost, and can only return with qccl.join(). Each rank keeps the residuals and momenta of its own
+        values; residuals of sums begin at zero. ``calls`` is the largest of all ranks'. This communicator is unusable
+        afterwards; communicators that split() made of it are not changed.
 
-        Raises PeerLost on a rank that the others leave out; CollectiveTimeout if the ranks that answer are neither all
-        that have not ended, nor more than half of this communicator's, nor half with rank 0, because the others might
-        form a group, too; EngineError for transports other than UCX and wan. shrink() may then be called again.
+        Raises PeerLost on a rank that the others leave out; EngineError for transports other than UCX and wan; and
+        CollectiveTimeout if too few ranks answer, because the others might form a group, too. Enough are all ranks that
+        have not ended, or more than half of this communicator's, or half with rank 0. After an error shrink() may be
+        called again.
         """
         timeout = self.timeout if timeout is None else timeout_of(timeout)
         self._session.check_process()
@@ -422,13 +426,13 @@ class Communicator(Collectives):
 
     @guarded
     def grow(self, size: int | None = None, timeout: float | None = None) -> Communicator:
-        """Collective, over UCX or wan: a group with the processes that wait in qccl.join().
+        """Collective, over UCX or wan: make a larger group with the processes that wait in qccl.join().
 
-        Their ranks follow the others'. Without ``size`` it takes those that wait now; if there are none, it returns
-        this communicator. Otherwise it first waits until there are at least ``size`` ranks, and raises
+        The new ranks follow the present ones. Without ``size`` grow() takes the processes that wait now; if there are
+        none, it returns this communicator. Otherwise it first waits until there are at least ``size`` ranks, and raises
         CollectiveTimeout after ``timeout`` seconds (None: the communicator's). Calls under way end first. State and
-        call numbers continue as with shrink(). A rank that is lost meanwhile is not in the new group. If it raises an
-        error, call shrink().
+        call numbers continue as with shrink(). A rank that is lost meanwhile is not in the new group. After an error of
+        grow() call shrink().
         """
         timeout = self.timeout if timeout is None else timeout_of(timeout)
         size = None if size is None else count_of(size, "size")
@@ -442,7 +446,7 @@ class Communicator(Collectives):
         return self._continue_on(*self.transport.regroup(self.calls, timeout, grows=True))
 
     def _await_newcomers(self, size: int | None, timeout: float) -> int:
-        """The number of processes that wait to join, when they are enough."""
+        """Wait until enough processes wait to join. Returns their number."""
         deadline, before = Deadline(timeout), self._session.mark()
         while True:
             note = struct.pack("<q?", self.transport.waiting(), deadline.is_over)
@@ -452,7 +456,7 @@ class Communicator(Collectives):
             if size is None or self.size + newcomers >= size:
                 return newcomers
             if any(late for _, late in found):
-                self._session.settle(before)  # all ranks raise this, and the group goes on
+                self._session.settle(before)  # all ranks raise this, and the group remains usable
                 raise CollectiveTimeout(
                     f"{newcomers} processes called qccl.join() within {timeout} s, and {self.size} ranks wait for "
                     f"{size - self.size}"
@@ -460,7 +464,7 @@ class Communicator(Collectives):
             time.sleep(_NAP_SECONDS)
 
     def _continue_on(self, transport: Transport, calls: int) -> Communicator:
-        """The communicator that follows this one, with the state of this rank."""
+        """Make the communicator that follows this one, with the state of this rank."""
         comm = Communicator._joined(transport, calls, self.timeout, self._make_backend)
         comm._session.state.carry_over(self._session.state)
         return comm
@@ -469,8 +473,8 @@ class Communicator(Collectives):
     def _joined(
         cls, transport: Transport, calls: int, timeout: float, backend: Callable[[Any], Backend] = HostBackend
     ) -> Communicator:
-        """A communicator whose next call has the number ``calls``."""
-        name = f"{transport.size} ranks from call {calls} on"  # which a newcomer knows, too
+        """Make a communicator whose next call has the number ``calls``."""
+        name = f"{transport.size} ranks from call {calls} on"  # newcomers know these numbers, too
         try:
             comm = cls._from_transport(transport, timeout, backend, name)
             comm._session.numbers.go_on(calls)
@@ -480,7 +484,7 @@ class Communicator(Collectives):
         return comm
 
     def stats(self, *, reset: bool = False) -> Stats:
-        """What this rank's calls have sent and how long they took, by collective and codec, since the group was made.
+        """Count the bytes and seconds of this rank's calls, by collective and codec, since the group was made.
 
         With ``reset`` the next stats() counts from now on. May be called at any time, from any thread, and after a
         failure. ``print(comm.stats())`` prints a table.
@@ -488,10 +492,10 @@ class Communicator(Collectives):
         return self._session.statistics.stats(reset=reset)
 
     def record(self, reason: str = "record() was called") -> GroupRecord:
-        """The last 1,024 calls of this rank: what each was, when it began and ended, and what it waits for.
+        """Record the last 1,024 calls of this rank: their arguments, begins and ends, and the ranks they wait for.
 
-        Its ``as_dict()`` is for a file of JSON, which ``qccl-bench explain`` reads beside those of the other ranks. May
-        be called after a failure.
+        The record's ``as_dict()`` is for a JSON file, which ``qccl-bench explain`` reads with the other ranks' files.
+        May be called after a failure.
         """
         return self._session.record(reason)
 

@@ -44,17 +44,17 @@ def init(
     transport: str = "auto",
     profile: str | os.PathLike[str] | GroupProfile | None = None,
 ) -> Communicator:
-    """The communicator of all ranks that the launcher started (one rank, if none did).
+    """Make the communicator of all ranks that the launcher started (one rank without a launcher).
 
     On the host the transport is wan, which encrypts, on several machines with a token (QCCL_TOKEN_FILE); otherwise MPI
-    if the program runs under it and has no token; otherwise UCX, or else PyTorch's gloo. The logger "qccl" says at
-    level INFO which one, and why.
+    if the program runs under MPI and has no token; otherwise UCX, or else PyTorch's gloo. The logger "qccl" says at
+    level INFO which transport is used, and why.
 
     Args:
-        backend: "host", "cuda", or "auto": CUDA where it can be used and each machine has a GPU for each of its ranks,
-            or where a ``device`` is given; otherwise the host. The ranks decide together.
+        backend: "host", "cuda", or "auto": CUDA if it can be used and each machine has a GPU for each of its ranks,
+            or if a ``device`` is given; otherwise the host. The ranks decide together.
         timeout: seconds until a collective that does not finish raises CollectiveTimeout; None means 60 on the host and
-            600 on CUDA, where they count from a call's begin on the device. The set-up has 60 if it is None.
+            600 on CUDA, counted from a call's begin on the device. Without a timeout the set-up may take 60.
         device: GPU of this rank; None means the one with the rank's number on its machine.
         rank: number of this process. ``rank``, ``size`` and ``address`` are for processes that no launcher started.
         size: number of processes.
@@ -62,15 +62,15 @@ def init(
         transport: "mpi", "ucx", "wan" or "gloo", for host memory; "auto" means QCCL_TRANSPORT, or the choice described
             above.
         profile: the group's profile, by which ``codec="auto"`` and ``algorithm="auto"`` decide: a file that
-            ``comm.profile().save()`` wrote, or what profile() returned. None means the file that QCCL_PROFILE names;
-            without it, calls with ``codec="auto"`` are measured when they come.
+            ``comm.profile().save()`` wrote, or the result of profile(). None means the file that QCCL_PROFILE names;
+            without a profile, calls with ``codec="auto"`` are measured at the first call of a kind.
 
     Raises:
         ArgumentError: a value is not allowed; the profile is another group's; MPI has another number of ranks than the
             launcher; a launcher's numbers are out of range, or contradict those of another launcher; or this is a
             single rank although a variable, torch.distributed, jax.distributed or mpi4py says that there are more.
-        MismatchError: the ranks passed different backends, or have different profiles. If only some have one, a later
-            call raises it.
+        MismatchError: the ranks passed different backends, or have different profiles. If only some have a profile, a
+            later call raises it.
         CollectiveTimeout: not every rank called init() in time.
         EngineError: the backend cannot be used on this machine, or the ranks have no transport in common; the message
             says why.
@@ -100,7 +100,7 @@ def init(
 def _communicator(
     meeting: Meeting | None, wanted: str | None, backend: str, device: int | None, timeout: float | None
 ) -> Communicator:
-    """The ranks of the meeting, or of MPI."""
+    """Make the communicator of the meeting's ranks, or of MPI's."""
     from qccl.communicator.communicator import Communicator
 
     setup = setup_timeout(timeout)
@@ -113,7 +113,7 @@ def _communicator(
 
 
 def _profile(given: str | os.PathLike[str] | GroupProfile | None) -> GroupProfile | None:
-    """The profile that the program or QCCL_PROFILE names. Raises ArgumentError for a file that is none."""
+    """Load the profile that the program or QCCL_PROFILE names. Raises ArgumentError for another file."""
     from qccl.communicator.profile import GroupProfile
 
     if given is None:
@@ -132,13 +132,13 @@ def _profile(given: str | os.PathLike[str] | GroupProfile | None) -> GroupProfil
 
 
 def join(address: str, timeout: float = 60.0) -> Communicator:
-    """The communicator of a group that this process joins as a new rank, when the group calls Communicator.grow().
+    """Join a group as a new rank, when the group calls Communicator.grow(). Returns its communicator.
 
     Args:
         address: the ``address`` of a rank's communicator, as a whole: it has the job's secret.
         timeout: seconds until CollectiveTimeout is raised if the group does not grow, and the communicator's timeout.
 
-    Raises ArgumentError if ``address`` is not one, or has no secret, unless QCCL_INSECURE=1 is set.
+    Raises ArgumentError if ``address`` is not an address, or has no secret (unless QCCL_INSECURE=1 is set).
     """
     check_variables()
     from qccl.communicator.communicator import Communicator
@@ -148,7 +148,7 @@ def join(address: str, timeout: float = 60.0) -> Communicator:
     if found.secret is None and not is_insecure():
         raise ArgumentError(
             f"the address {place_text(found.place)!r} has no secret: pass all of a rank's comm.address, with the part "
-            f"behind the #; for a group that has none, set QCCL_INSECURE=1"
+            f"behind the #; for a group without a secret set QCCL_INSECURE=1"
         )
     transport, calls = connected_transport(found.transport).join(
         found.place, timeout, found.secret, encrypts=found.encrypts
@@ -161,7 +161,7 @@ def join(address: str, timeout: float = 60.0) -> Communicator:
 
 
 def _given(rank: int | None, size: int | None, address: str | None) -> Meeting | None:
-    """The ranks that the program names; None if it names none."""
+    """The meeting of the ranks that the program names; None if it names no ranks."""
     if rank is None and size is None and address is None:
         return None
 
@@ -177,7 +177,7 @@ def _given(rank: int | None, size: int | None, address: str | None) -> Meeting |
 
 
 def _find_meeting(wanted: str | None) -> Meeting | None:
-    """How the ranks find each other; None: by MPI. Raises ArgumentError where two sources say different sizes."""
+    """Find out how the ranks meet; None: by MPI. Raises ArgumentError if two sources give different sizes."""
     joined = {name: size for name, size, _ in frameworks() if size > 1}
     launcher = detect(allows_halves=bool(joined))
     if launcher is not None and launcher.size > 1 and not (launcher.processes == 1 and joined):
@@ -196,10 +196,10 @@ def _find_meeting(wanted: str | None) -> Meeting | None:
 
 
 def uses_mpi(launcher: Launcher, wanted: str | None) -> bool:
-    """Whether MPI brings the ranks together: it carries the bytes, was loaded, and below srun it knows the ranks.
+    """Whether MPI brings the ranks together: it is the transport, can be loaded, and under srun knows the ranks.
 
-    srun starts programs of every MPI library, and does not know whether the library fits. Ranks that MPI does not know,
-    and ranks whose mpi4py finds no library, use another transport.
+    srun starts ranks for any MPI library, also if the library does not support srun. Ranks that MPI does not know, and
+    ranks whose mpi4py finds no library, use another transport.
     """
     if refusal_of_mpi(launcher, wanted):
         return False
@@ -220,24 +220,24 @@ def uses_mpi(launcher: Launcher, wanted: str | None) -> bool:
 
 
 def _has_other_transport() -> bool:
-    """Whether this process can use another transport than MPI; otherwise MPI's error says what to do."""
+    """Whether this process can use another transport than MPI. If not, MPI's error is raised, with its advice."""
     return not (obstacle("ucx") and obstacle("gloo"))
 
 
 def _load_mpi() -> ModuleType:
-    """qccl.transports.mpi. Raises EngineError if mpi4py is missing, or finds no library."""
+    """Import qccl.transports.mpi. Raises EngineError if mpi4py is missing, or finds no library."""
     try:
         return importlib.import_module("qccl.transports.mpi")
     except (ImportError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise EngineError(
-            f"mpi4py cannot be used ({reason}); install qccl[mpi], or mpi4py alone where the machine has its own MPI, "
+            f"mpi4py cannot be used ({reason}); install qccl[mpi], or mpi4py alone if the machine has its own MPI, "
             f"or allow another transport, such as UCX (QCCL_TRANSPORT=ucx)"
         ) from error
 
 
 def _by_mpi(backend: str, device: int | None, timeout: float | None) -> Communicator:
-    """The ranks of MPI's world: on GPUs if all have one, otherwise on the host."""
+    """Make the communicator of MPI's world: on GPUs if all ranks have one, otherwise on the host."""
     from qccl.communicator.communicator import Communicator
 
     setup = setup_timeout(timeout)
@@ -262,9 +262,9 @@ def _by_mpi(backend: str, device: int | None, timeout: float | None) -> Communic
 
 
 def _offers(meeting: Meeting, backend: str, wanted: str | None, setup: float) -> list[Offer]:
-    """Collective: what all ranks bring, with the backend that each was asked for. Raises MismatchError if they differ.
+    """Collective: exchange all ranks' offers of transports and backends. Raises MismatchError if backends differ.
 
-    Whether this rank has a GPU at all, and the offers of transports, are one message: without GPUs no other is needed.
+    The same message says whether this rank has a GPU: without GPUs no second message is needed.
     """
     no_gpu = _too_few(1) if backend == "auto" else ""
     offers = gather_offers(meeting, setup, wanted, host=machine_name(), backend=backend, no_gpu=no_gpu)
@@ -285,9 +285,9 @@ def _check_asked(backends: Sequence[str]) -> None:
 def _on_gpus(
     meeting: Meeting, offers: Sequence[Offer], device: int | None, timeout: float | None
 ) -> Communicator | None:
-    """The ranks on their GPUs; None: not all have one, and they were not asked for GPUs.
+    """Connect the ranks on their GPUs. Returns None if some rank has none and backend="auto" permits the host.
 
-    Each says what keeps it from a GPU, so that all do the same.
+    Each rank sends its reason if it has no GPU, so that all ranks do the same.
     """
     from qccl.communicator.communicator import Communicator
     from qccl.engine.cuda.nccl import agreed_id
@@ -316,16 +316,16 @@ def _on_gpus(
 
 
 def _too_few(ranks: int) -> str:
-    """Why this machine has no GPU for each of its ranks; nothing where it has."""
+    """Say that this machine has too few GPUs for its ranks; an empty text if it has enough."""
     count = device_count()
     return "" if count >= ranks else f"its machine has {count} usable GPUs for {ranks} ranks"
 
 
 def _note(reason: str) -> bytes:
-    """For the other ranks: what keeps this one from a GPU."""
+    """Pack for the other ranks the reason why this rank has no GPU."""
     return reason.encode(errors="backslashreplace")
 
 
 def _first_reason(notes: Sequence[bytes]) -> str:
-    """The reason that keeps a rank from its GPU, with the rank; nothing if all have one."""
+    """The first rank that has no GPU, with its reason; an empty text if all ranks have one."""
     return next((f"rank {rank}: {printable(note)}" for rank, note in enumerate(notes) if note), "")

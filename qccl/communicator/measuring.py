@@ -1,14 +1,14 @@
 """Measures how long the calls of a group take, in less than a second, for the group's profile.
 
-All ranks make the same calls, on memory of their own. What is called next depends only on times on which the ranks have
-agreed: each rank gets those of all ranks, exactly, and takes their mean. So each rank measures the same, and gets the
+All ranks make the same calls, on memory of their own. The next call depends only on times on which the ranks agree:
+each rank gets the times of all ranks, exactly, and takes their mean. So all ranks measure the same calls, and get the
 same profile. Sums of times are exact, by math.fsum: the result of sum() depends on the version of Python, which may
-differ between ranks. It is the mean because ranks begin a call at different times: with two ranks, one waits longer by
-what the other waits less.
+differ between ranks. The mean is right because ranks begin a call at different times: with two ranks, one waits longer
+by as much as the other waits less.
 
 All ways to make a call are timed at the same sizes, the smaller ones first, as far as time and memory permit; then all
 these sizes again. A measurement also ends within half of the group's timeout. If that is too short for calls of two
-sizes, or if a rank has no memory for them, there are no times, on all ranks alike.
+sizes, or if a rank has no memory for them, no rank gets times.
 """
 
 from __future__ import annotations
@@ -40,44 +40,42 @@ from qccl.engine.base import Request, Rig
 
 __all__ = ["candidates", "measure"]
 
-#: seconds within which all calls should have ended. The last ones may take longer than expected
+#: seconds for all measured calls; the last call may end later
 _LIMIT = 0.7
-#: a measurement takes no longer than this part of the timeout
+#: the largest part of the group's timeout that a measurement may take
 _OF_TIMEOUT = 0.5
-#: elements of the calls; every second size is enough where there is time for it
+#: elements of the measured calls; every second size is enough if there is time for it
 _SIZES = tuple(1 << bits for bits in range(8, 23, 2))
-#: if the calls of a size take more seconds together, the network delays them: one time of each must do, and the second
-#: size comes so many sizes later, because a delay says nothing about the rate
+#: if one call of each kind takes more seconds than _LONG together, the network delays them: each is then timed once,
+#: and the second size is _LATER sizes larger, because a delay says nothing about the rate
 _LONG, _LATER = 0.06, 4
-#: seconds in which the calls of one size are repeated, how often at most, and the fewest repetitions that count
+#: repetitions of the calls of one size: seconds for all of them, the most, and the fewest
 _SLICE, _ROUNDS, _FEWEST = 0.04, 25, 3
-#: short calls are timed in bursts of 4, after a call that is not timed, if 4 take less than 10 ms: a program's calls
-#: follow each other, too, and a link whose rate is limited may let a single call pass
+#: if one call of each kind takes less than _SHORT seconds together, each is timed in bursts of _BURST calls after a
+#: warm-up call: a program's calls follow each other, and a link whose rate is limited may let a single call pass
 _BURST, _SHORT = 4, 0.01
-#: the lower quartile of a call's times counts: disturbances only lengthen calls
+#: a call's time is the lowest _LOW-th part of its times, the lower quartile: disturbances only add time
 _LOW = 4
-#: agreements before the first time
+#: exchanges between the ranks before the first timed call
 _WARM = 2
-#: how often all sizes are timed, and the part of the time for the first times: those of short calls are too long, with
-#: cold caches
+#: visits of each size, and the part of _LIMIT for the first visits, whose short calls suffer from cold caches
 _VISITS, _FIRST = 4, 0.7
-#: begins the keys of the state that codecs keep meanwhile
+#: begin of the keys under which codecs keep state during a measurement
 _KEY = "\0measured "
-#: elements of a call that counts as large
+#: elements of the call that gives a curve's density
 _LARGE = 1 << 16
-#: random values, which are repeated
+#: number of random values, which the inputs repeat
 _VALUES = 1 << 15
-#: bytes to which arrays are aligned
+#: bytes; the arrays' addresses are multiples of it
 _ALIGNMENT = 256
 
 
 def candidates(
     collective: str, dtype: DType, codecs: Iterable[Codec], nodes: Sequence[int]
 ) -> dict[Label, CollectiveSpec]:
-    """A call for each codec and each way in which these nodes can make it; its number of elements does not count.
+    """Make a call for each codec and each way in which these nodes can make it, of any number of elements.
 
-    Calls that differ only in the codec follow each other: they leave the ranks alike, some of which begin later than
-    others.
+    Calls that differ only in the codec follow each other, so that the ranks begin both at similarly different times.
     """
     own: dict[str, Any] = {"op": "avg"} if "op" in [each.name for each in fields(COLLECTIVES[collective])] else {}
     found: dict[Label, CollectiveSpec] = {}
@@ -88,9 +86,9 @@ def candidates(
 
 
 def measure(session: Session, nodes: Sequence[int], calls: Mapping[Label, CollectiveSpec]) -> dict[Label, Curve] | str:
-    """Collective: the curves of ``calls``; or in words why there are none, because of a short timeout or no memory.
+    """Collective: measure the curves of ``calls``; or return why that was impossible: a short timeout, or no memory.
 
-    In Session.run_measurement(). State stays as it was. Raises what calls raise, after which the group is unusable.
+    Session.run_measurement() calls it. State stays unchanged. Raises the errors of calls, which end the group.
     """
     rig, refusal = None, ""
     try:
@@ -113,15 +111,15 @@ def measure(session: Session, nodes: Sequence[int], calls: Mapping[Label, Collec
 
 
 class _CannotCall(Exception):
-    """A rank cannot make a call that would be measured, and all ranks have heard of it."""
+    """A rank cannot make a call that would be measured, and all ranks know it."""
 
 
 @contextlib.contextmanager
 def _agreed(session: Session) -> Iterator[None]:
     """Raise _CannotCall for a call that all ranks refuse, unless the group has failed.
 
-    An error elsewhere is that of one rank alone. It must leave the call and so end the group, or the other ranks would
-    go on with measured calls, and this one with the program's.
+    An error elsewhere concerns one rank alone. It must end the group: the other ranks would otherwise continue with
+    measured calls, and this rank with the program's calls.
     """
     try:
         yield
@@ -132,10 +130,10 @@ def _agreed(session: Session) -> Iterator[None]:
 
 
 class _Measurement:
-    """The times so far.
+    """A measurement under way, with its times so far.
 
-    The rig's memory begins with the numbers on which the ranks agree: this rank's, and those of all. The inputs of all
-    calls share one half of the rest, and their outputs the other one.
+    The rig's memory begins with the numbers on which the ranks agree: this rank's numbers, and those of all ranks. The
+    inputs of all calls share one half of the rest, and their outputs the other half.
     """
 
     def __init__(self, session: Session, rig: Rig, nodes: Sequence[int], calls: Mapping[Label, CollectiveSpec]) -> None:
@@ -160,7 +158,7 @@ class _Measurement:
         size = self._session.size
         all_sizes = [-(-count // size) * size for count in _SIZES]  # so that all ranks have equal parts
         sizes = [count for count in sorted({*all_sizes}) if count == all_sizes[0] or self._fits(count)]
-        first = self._prepared(sizes[0])  # on CUDA kernels are compiled, which is not to be measured
+        first = self._prepared(sizes[0])  # on CUDA this compiles kernels, which must not be timed
         self._begin = time.monotonic()
         permitted = _OF_TIMEOUT * self._session.engine.timeout
         for _ in range(_WARM):  # makes the connections
@@ -180,7 +178,7 @@ class _Measurement:
         self._prepared(sizes[at])[0]()  # TCP's window grows
         self._time_calls(sizes[at])
         measured = [sizes[0], sizes[at]]
-        with contextlib.suppress(_CannotCall):  # a rank has no memory for the next call: what was measured must do
+        with contextlib.suppress(_CannotCall):  # no memory for larger calls: use the times so far
             while larger := [count for count in sizes[at + 1 : at + 3] if self._has_time(count, 2, _FIRST)]:
                 self._time_calls(larger[-1])
                 measured.append(larger[-1])
@@ -191,7 +189,7 @@ class _Measurement:
         return {label: self._curve(label) for label in self._calls}
 
     def _refusal(self, needed: float, permitted: float) -> str:
-        """Why calls cannot be measured that take at least so many seconds; empty if they can."""
+        """Say why calls that need ``needed`` seconds cannot be measured; an empty text if they can."""
         if self._elapsed + needed <= permitted:
             return ""
         return (
@@ -202,9 +200,9 @@ class _Measurement:
     # -- times ---------------------------------------------------------------------------------------------------------
 
     def _time_calls(self, count: int, calls: Sequence[Callable[[], None]] = ()) -> float:
-        """Time calls of ``count`` elements, repeatedly and in changing order if they are short; the time of each once.
+        """Time calls of ``count`` elements, short ones repeatedly in changing order. Returns the sum of single times.
 
-        The very first calls are timed without one before them: behind a slow network there is no time for it.
+        The very first calls have no warm-up call: behind a slow network there is no time for it.
         """
         is_first, calls = bool(calls), calls or self._prepared(count)
         found = self._timed(calls, 1, 1, warms=not is_first and self._has_time(count, 2))
@@ -220,7 +218,7 @@ class _Measurement:
     def _timed(
         self, calls: Sequence[Callable[[], None]], rounds: int, burst: int, *, warms: bool = True
     ) -> list[list[float]]:
-        """Collective: the mean times of ``burst`` calls in a row on all ranks, for each call and round."""
+        """Collective: time ``burst`` calls in a row. Returns the mean over all ranks, for each call and round."""
         orders = [sorted(range(len(calls)), key=lambda _: self._order.random()) for _ in range(rounds)]
         order, times = [i for each in orders for i in each], []
         for i in order:
@@ -234,7 +232,7 @@ class _Measurement:
         return found
 
     def _rows(self, numbers: Sequence[float]) -> list[np.ndarray]:
-        """Collective: all ranks' numbers. Sets the time since the begin, on which the ranks agree so."""
+        """Collective: exchange all ranks' numbers. Also makes the ranks agree on the time since the begin."""
         own = np.zeros(self._numbers, np.float32)
         own[: len(numbers)], own[-1] = numbers, time.monotonic() - self._begin
         self._rig.fill(own.tobytes(), 0, own.nbytes)
@@ -247,7 +245,7 @@ class _Measurement:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def _prepared(self, count: int) -> list[Callable[[], None]]:
-        """The calls of ``count`` elements. All on the same arrays, which are those of the calls before, too."""
+        """Prepare the calls of ``count`` elements, all on the same arrays as the earlier calls."""
         start = self._starts["input"]
         self._rig.fill(self._values, start, start + count * self._dtype.itemsize)
         return [
@@ -259,7 +257,7 @@ class _Measurement:
         return {label: replace(call, count=count) for label, call in self._calls.items()}
 
     def _call(self, spec: CollectiveSpec, starts: Mapping[str, int], key: str | None) -> Callable[[], None]:
-        """Collective on CUDA: what makes a call. Raises _CannotCall on all ranks if one has no memory for it."""
+        """Prepare a function that makes a call; collective on CUDA. Raises _CannotCall on all ranks without memory."""
         session, rig = self._session, self._rig
         values = {}
         for name, buffer in spec.buffers(session.rank, session.size).declared.items():
@@ -279,7 +277,7 @@ class _Measurement:
         return partial(session.start, compiled, bound, Request(key=key), values, rig.streams)
 
     def _fits(self, count: int) -> bool:
-        """Whether this rank's memory is large enough for calls of so many elements."""
+        """Whether this rank's memory is large enough for calls of ``count`` elements."""
         session, most = self._session, self._rig.work_nbytes
         if count * self._dtype.itemsize > self._half or most is None:
             return count * self._dtype.itemsize <= self._half
@@ -293,7 +291,7 @@ class _Measurement:
     # -- curves --------------------------------------------------------------------------------------------------------
 
     def _has_time(self, count: int, times: int = 1, part: float = 1.0) -> bool:
-        """Whether the calls can be made so many times within a part of the time."""
+        """Whether the calls can be made ``times`` times within a part of the time."""
         prediction = Prediction({label: self._curve(label) for label in self._calls})
         needed = math.fsum(prediction.seconds(label, count) for label in self._calls)
         return self._elapsed + times * needed < part * self._limit
@@ -310,8 +308,8 @@ def _density(spec: CollectiveSpec, nodes: Sequence[int]) -> float:
 
 
 def _rising(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """The points with times that do not fall, by the smallest squared changes ("pool adjacent violators")."""
-    pools: list[list[float]] = []  # neighbours whose mean is their time
+    """Change times as little as possible (least squares) so that they never fall ("pool adjacent violators")."""
+    pools: list[list[float]] = []  # neighbouring points, which get the mean of their times
     for _, seconds in points:
         pool = [seconds]
         while pools and math.fsum(pools[-1]) / len(pools[-1]) > math.fsum(pool) / len(pool):

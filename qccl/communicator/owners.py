@@ -17,10 +17,10 @@ class _Store(Protocol):
 
 
 class Owner:
-    """An object that keeps the state under ``name``, and under longer keys: ``name``, a separator and more.
+    """An object that keeps state under the key ``name``, and under longer keys: ``name``, a separator and more.
 
     Attributes:
-        name: begins its keys.
+        name: the begin of the owner's keys.
     """
 
     def __init__(self, owners: Owners, what: str, name: str, file_name: str, separators: str) -> None:
@@ -33,9 +33,9 @@ class Owner:
         return f"{'an' if self._what[0] in 'AEIOU' else 'a'} {self._what} with key={self.name!r}"
 
     def key(self, rest: str = "") -> str:
-        """The key ``name + rest``, always as the same object, by which the owner's calls are told from others.
+        """The key ``name + rest``, always the same string object: only the owner's calls have this object.
 
-        A class of its own would not do, because calls with such a key would be prepared each time (CallTable).
+        The key is not a class of its own, because calls with such a key would be prepared each time (CallTable).
         Raises ArgumentError after close().
         """
         if self._is_closed:
@@ -44,14 +44,14 @@ class Owner:
         return self._keys.setdefault(key, key)
 
     def owns(self, key: object, name: str | None = None) -> bool:
-        """Whether a key is one of this owner's; with ``name``: if it had that name."""
+        """Whether a key belongs to this owner, or would if the owner had the given ``name``."""
         name = self.name if name is None else name
         if not isinstance(key, str) or not key.startswith(name):
             return False
         return len(key) == len(name) or key[len(name)] in self._separators
 
     def renamed(self, saved: Mapping[Any, Any], *, to_file: bool = False) -> dict[str, Any]:
-        """A state of this owner by its keys, from one by the keys of files; or the other way.
+        """Rename the keys of a state from the names of files to this owner's; with ``to_file`` the other way.
 
         Files have "default" in place of a name such as "default#2", so another owner of this kind can load them.
         Raises ArgumentError for a key that is not this owner's.
@@ -63,16 +63,16 @@ class Owner:
         return {new + key[len(old) :]: entry for key, entry in saved.items()}
 
     def check(self, key: str) -> None:
-        """Raise ArgumentError if a call that is not this owner's has one of its keys."""
+        """Raise ArgumentError if another object's call uses a key of this owner."""
         if self.owns(key) and self._keys.get(key) is not key:
             raise ArgumentError(f"the state under key={key!r} belongs to {self}; give this call another key")
 
     def release(self) -> None:
-        """Leave the keys, with their state, to a later owner of this name."""
+        """Leave the keys and their state to a later owner with the same name."""
         self._owners.remove(self)
 
     def close(self) -> None:
-        """Forget the state, and release the keys."""
+        """Delete the state, and release the keys."""
         self._is_closed = True
         self._owners.forget(self)
 
@@ -91,12 +91,14 @@ class Owners:
     def add(
         self, what: str, default: str, key: str | None, *, separators: str = "/", is_stateful: bool = True
     ) -> Owner:  # fmt: skip
-        """A new owner, of the class ``what``, with the name ``key``.
+        """Add an owner, of the class ``what``, with the name ``key``.
 
-        None: the first free name of ``default``, "default#2", "default#3" and so on. State that was loaded, or came
-        from an earlier group, waits for the first owner of its name. Without ``is_stateful`` others may have the name.
+        With the key None it gets the first free name of ``default``, "default#2", "default#3" and so on. State that was
+        loaded, or came from an earlier group, goes to the first owner with its name. Without ``is_stateful`` several
+        owners may have the name.
 
-        Raises ArgumentError for a key that is not a string, or has another owner or state of other calls.
+        Raises ArgumentError for a key that is not a string, that has another owner, or under which other calls have
+        state.
         """
         if key is not None and not isinstance(key, str):
             raise ArgumentError(f"key must be a string that names the state of this {what}, not {key!r}")
@@ -112,11 +114,11 @@ class Owners:
         return owner
 
     def _conflict(self, new: Owner) -> str:
-        """Why an owner cannot have its name."""
+        """Say why an owner cannot have its name; an empty text if it can."""
         for each in self._owners:
             if each.owns(new.name) or new.owns(each.name):
                 return (
-                    f"{each} is there, and would mix its residuals with these; give each a key of its own, leave key "
+                    f"{each} exists, and the two would mix their residuals; give each a key of its own, leave key "
                     f"out, or close() the other one first"
                 )
         used = next(
@@ -127,12 +129,12 @@ class Owners:
         return ""
 
     def check(self, key: str) -> None:
-        """Raise ArgumentError if a key belongs to an owner that has not made it."""
+        """Raise ArgumentError if a key belongs to an owner, and the owner has not made this string object."""
         for each in self._owners:
             each.check(key)
 
     def remove(self, owner: Owner) -> None:
-        """Remove an owner, if it is one."""
+        """Remove an owner, if it is still in the list."""
         if owner in self._owners:
             self._owners.remove(owner)
 

@@ -1,10 +1,9 @@
-"""How long the calls of a group take, as measured, and which way to make a call is the fastest by that.
+"""The measured times of a group's calls, and the choice of the fastest way to make a call.
 
 A profile has curves: the seconds of a call over its number of elements, for a collective, an element type, a codec and
-a way to make the call, such as "two_round". Those of a codec and of plain calls were measured in turns, so that what
-disturbed the ones has disturbed the others, too. Between two measured numbers of elements a call's time is taken to be
-linear, and beyond the last one, too (Prediction). No constant of a machine or a network is in here: what measured calls
-do not show cannot be told either.
+a way to make the call, such as "two_round". Calls with a codec and plain calls were measured in turns, so that
+disturbances affect both. Between two measured numbers of elements, and beyond the last one, a call's time is assumed
+to be linear (Prediction). There are no constants of machines or networks: measured calls are the only source.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from qccl.collectives import CollectiveSpec, spec_of_plan, ways
 
 __all__ = ["MARGIN", "CallChoice", "CallKind", "Curve", "GroupProfile", "Label", "Prediction", "choose", "kind_of"]
 
-#: the part of the time without a codec that a codec must save
+#: a codec must save this part of the time without a codec
 MARGIN = 0.03
-#: the time of a byte is measured between the last point and one with at most so large a part of its elements: the times
-#: of two near points differ by little more than noise
+#: a byte's time is the slope between the last point and a point with at most this part of its elements: the times of
+#: nearer points differ by little more than noise
 _FAR = 0.25
 _PLAIN = NoCodec().spec()
-#: beyond the points times that differ by less are equal, and what sends fewer bytes is preferred
+#: predicted times beyond the points that differ by less than this part count as equal: then fewer bytes decide
 _UNSURE = 0.1
-#: version of the file, and the most bytes that it may have
+#: the version of the file, and its most bytes
 _VERSION, _MOST_NBYTES = 1, 1 << 20
 _KEYS = ("collective", "dtype", "codec", "with", "way", "density", "points")
 
 
 class CallKind(NamedTuple):
-    """Calls that are compared, as text: a collective, an element type, and the codec that competes with none."""
+    """The calls that a measurement compares, as text: a collective, an element type, and the codec beside "none"."""
 
     collective: str
     dtype: str
@@ -54,7 +53,7 @@ Label = tuple[str, str]
 
 
 def kind_of(spec: CollectiveSpec) -> CallKind:
-    """The kind of a call. All-reduces of several arrays count as those of one."""
+    """The kind of a call. All-reduces of several arrays count as all-reduces of one array."""
     return CallKind(spec.name.removesuffix("_coalesced"), spec.dtype.name, spec.codec.spec())
 
 
@@ -64,14 +63,14 @@ class Curve:
 
     Attributes:
         points: numbers of elements, ascending, each with the seconds of a call.
-        density: bytes that the busiest node sends, or receives if that is more, for an element of a large call.
+        density: bytes per element that the busiest node sends or receives, whichever is more, in a large call.
     """
 
     points: tuple[tuple[int, float], ...]
     density: float
 
     def seconds(self, count: int, byte: float) -> float:
-        """The time of a call of ``count`` elements; ``byte`` is that of a byte beyond the last point."""
+        """The time of a call of ``count`` elements; ``byte`` is the time of a byte beyond the last point."""
         first, last = self.points[0], self.points[-1]
         if count <= first[0]:
             return first[1]
@@ -83,7 +82,7 @@ class Curve:
 
     @property
     def byte(self) -> float:
-        """Seconds by which a byte lengthens a large call, from the last point and one that is far from it."""
+        """The seconds of a further byte in a large call, from the last point and one far from it."""
         last, seconds = self.points[-1]
         far = [point for point in self.points if point[0] <= last * _FAR]
         count, before = far[-1] if far else self.points[0]
@@ -93,8 +92,8 @@ class Curve:
 class Prediction:
     """The times of calls of any size, by the curves of one kind.
 
-    Where curves end they go on linearly. All ways of a codec then take the same time for a byte, the least that was
-    measured, because disturbances only lengthen calls; and with a codec a byte takes no less than without one.
+    Curves continue linearly after their last point. All ways of a codec then have the same time of a byte, the least
+    that was measured, because disturbances only lengthen calls. With a codec a byte takes no less than without one.
     """
 
     def __init__(self, curves: Mapping[Label, Curve]) -> None:
@@ -107,9 +106,9 @@ class Prediction:
             self._byte[codec] = max(byte, plain if plain < math.inf else 0.0)
 
     def seconds(self, label: Label, count: int) -> float:
-        """The time of a call of ``count`` elements; of calls that follow each other, so its bytes take their time.
+        """The time of a call of ``count`` elements among calls that follow each other.
 
-        What limits a link's rate may let a burst pass after a pause, so that single short calls take less.
+        A single short call after a pause may take less: a link whose rate is limited may let a burst pass.
         """
         curve, byte = self._curves[label], self._byte[label[0]]
         return max(curve.seconds(count, byte), byte * curve.density * count if byte < math.inf else 0.0)
@@ -117,13 +116,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class GroupProfile:
-    """The measured times of a group's calls: what ``codec="auto"`` decides by.
+    """The measured times of a group's calls, by which ``codec="auto"`` decides.
 
     Attributes:
         nodes: for each rank, the number of its machine.
-        transport: that carried the bytes.
-        hardware: of CUDA, the GPUs and the version of NCCL; empty on the host.
-        times: by kind of call; then by codec, the kind's or none, and by the way to make the call.
+        transport: the transport that carried the bytes.
+        hardware: on CUDA, the GPUs and the version of NCCL; empty on the host.
+        times: the curves by kind of call, and then by codec (the kind's, or "none") and by the way to make the call.
     """
 
     nodes: tuple[int, ...]
@@ -132,7 +131,7 @@ class GroupProfile:
     hardware: str = ""
 
     def with_times(self, kind: CallKind, curves: Mapping[Label, Curve]) -> GroupProfile:
-        """This profile and the curves of a further kind."""
+        """Add the curves of a further kind. Returns a new profile."""
         return replace(self, times={**self.times, kind: curves})
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -142,16 +141,16 @@ class GroupProfile:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> GroupProfile:
-        """The profile in a file that save() wrote. Raises ArgumentError for another file, OSError."""
+        """Load a file that save() wrote. Raises ArgumentError for another file, OSError."""
         try:
             return GroupProfile.from_dict(json.loads(read_file(path, _MOST_NBYTES)))
         except (ValueError, RecursionError) as error:
             raise ArgumentError(
-                f"{os.fspath(path)!r} is no profile of a group ({error}); give a file that comm.profile().save() wrote"
+                f"{os.fspath(path)!r} is not a group's profile ({error}); give a file that comm.profile().save() wrote"
             ) from error
 
     def as_dict(self) -> dict[str, Any]:
-        """For a file of JSON."""
+        """Make a dict for a JSON file."""
         curves = [
             dict(zip(_KEYS, (*kind, *label, curve.density, [list(point) for point in curve.points]), strict=True))
             for kind, curves in sorted(self.times.items())
@@ -162,8 +161,8 @@ class GroupProfile:
 
     @staticmethod
     def from_dict(given: Any) -> GroupProfile:
-        """The profile that as_dict() returned. Raises ValueError for anything else."""
-        import msgspec  # here: only who loads a profile needs it
+        """Make the profile from the result of as_dict(). Raises ValueError for anything else."""
+        import msgspec  # only for loading a profile
 
         found, times = msgspec.convert(given, _allowed()), dict[CallKind, dict[Label, Curve]]()
         if not (found.transport + found.hardware).isprintable():
@@ -183,11 +182,11 @@ class GroupProfile:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def check_group(self, group: GroupProfile) -> None:
-        """Raise ArgumentError unless its group is like that of another profile, and it is complete."""
+        """Raise ArgumentError unless this profile is complete, and its group is like the group of another profile."""
         if (self.nodes, self.transport, self.hardware) != (group.nodes, group.transport, group.hardware):
             raise ArgumentError(
-                f"the profile is that of {self._group()}, and this group has {group._group()}; save one of this group "
-                f"by comm.profile().save(), or leave it out"
+                f"the profile is of a group with {self._group()}, and this group has {group._group()}; save a profile "
+                f"of this group by comm.profile().save(), or leave it out"
             )
         for kind, curves in self.times.items():
             specs = [spec_of_plan(kind.collective, 1, kind.dtype, codec, None, {}) for codec in (_PLAIN, kind.codec)]
@@ -195,8 +194,8 @@ class GroupProfile:
             if missing:
                 raise ArgumentError(
                     f"the profile has times of {kind.collective} of {kind.dtype}, but none of "
-                    f"{', '.join(f'{codec} by {way}' for codec, way in sorted(missing))}; save one that "
-                    f"comm.profile() returned, or leave it out"
+                    f"{', '.join(f'{codec} by {way}' for codec, way in sorted(missing))}; save another by "
+                    f"comm.profile().save(), or leave it out"
                 )
 
     def _group(self) -> str:
@@ -220,11 +219,11 @@ def _allowed() -> Any:
 
 @dataclass(frozen=True)
 class CallChoice:
-    """How a call is made.
+    """The chosen way to make a call.
 
     Attributes:
-        spec: of the call, with its codec and its algorithm.
-        predicted: codec, way and seconds of all that were compared, the fastest first; empty without a profile.
+        spec: the spec of the call, with its codec and its algorithm.
+        predicted: codec, way and seconds of all compared calls, the fastest first; empty without a profile.
         refusal: why calls with ``codec="auto"`` could not be measured.
     """
 
@@ -233,7 +232,7 @@ class CallChoice:
     refusal: str = ""
 
     def reason(self) -> str:
-        """The predicted times, or why there are none, in words; empty without a profile."""
+        """Say the predicted times, or why there are none; an empty text without a profile."""
         if not self.predicted:
             return f"without a codec, because calls were not measured: {self.refusal}" if self.refusal else ""
         times = (f"{codec} by {way} {seconds * 1e3:.3g} ms" for codec, way, seconds in self.predicted)
@@ -242,11 +241,11 @@ class CallChoice:
 
 
 def choose(profile: GroupProfile, specs: Sequence[CollectiveSpec], node_ids: Sequence[int]) -> CallChoice | None:
-    """The fastest way to make one of these calls; None if the profile has no times for them.
+    """Choose the fastest way to make one of these calls; None if the profile has no times for them.
 
-    ``specs`` are a call with one codec, or without a codec and with one. The codec is chosen if it saves at least
-    MARGIN of the time without it. A codec without times of its own is taken to need those of a plain call of as many
-    bytes. With equal arguments all ranks get the same choice.
+    ``specs`` are a call with one codec, or a call without and the same with a codec. The codec is chosen if it saves at
+    least MARGIN of the time without it. For a codec without measured times, the times of plain calls with equally many
+    bytes are assumed. With equal arguments all ranks get the same choice.
     """
     kind = _kind_with_times(profile, specs[-1])
     if kind is None:
@@ -271,7 +270,7 @@ class _Way(NamedTuple):
 
 
 def _times(curves: Mapping[Label, Curve], spec: CollectiveSpec, found: Mapping[str, CollectiveSpec]) -> list[_Way]:
-    """The ways to make a call of which there are curves, the best one first."""
+    """The ways to make a call that have curves, the best way first."""
     codec, count, prediction = spec.codec.spec(), spec.count, Prediction(curves)
     if not any((codec, way) in curves for way in found):
         codec, count = _PLAIN, -(-spec.codec.rounds[0].encoded_nbytes(count, spec.dtype) // spec.dtype.itemsize)
@@ -288,7 +287,7 @@ def _times(curves: Mapping[Label, Curve], spec: CollectiveSpec, found: Mapping[s
 
 
 def _kind_with_times(profile: GroupProfile, spec: CollectiveSpec) -> CallKind | None:
-    """The kind of a call, or another one of its collective and element type, whose plain calls are like it."""
+    """The kind of a call, or another kind of its collective and element type, for the times of plain calls."""
     kind = kind_of(spec)
     if kind in profile.times:
         return kind

@@ -18,18 +18,18 @@ __all__ = ["run_ranks"]
 
 _T = TypeVar("_T")
 
-#: time beyond the timeout in which a rank may notice that another one has failed
+#: time beyond the timeout for a rank to notice that another rank has failed
 _GRACE_SECONDS = 5.0
 #: numbers the groups, for records
 _numbers = itertools.count()
 
 
 def run_ranks(n: int, fn: Callable[[Communicator], _T], *, timeout: float = 60.0) -> list[_T]:
-    """Call ``fn(comm)`` on ``n`` ranks at once, each a thread; the results in rank order.
+    """Call ``fn(comm)`` on ``n`` ranks at once, each a thread. Returns the results in rank order.
 
-    ``timeout`` is the communicators': the longest that a collective waits for another rank. The first failure is
-    raised again, with a note that names its rank, when the other ranks have ended; they fail in their next
-    collective. A rank that computes for ever outside qccl cannot be stopped: after a failure it is given up.
+    ``timeout`` is the communicators' timeout: the longest that a collective waits for another rank. After a failure the
+    other ranks fail in their next collective. When they have ended, the first failure is raised again, with a note that
+    names its rank. A rank that computes for ever outside qccl cannot be stopped, and is left behind.
     """
     timeout = timeout_of(timeout)
     n = integer(n, "n")
@@ -48,7 +48,7 @@ def run_ranks(n: int, fn: Callable[[Communicator], _T], *, timeout: float = 60.0
             with Communicator._from_transport(transport, timeout=timeout, name=name) as comm:
                 try:
                     results[rank] = fn(comm)
-                except BaseException as error:  # recorded before it makes the other ranks fail
+                except BaseException as error:  # recorded before the other ranks fail because of it
                     record(rank, error)
                     raise
         except BaseException as error:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["load_state", "save_state"]
 
 _STRUCTURE = "state"
-#: 1 TiB, of a file: more than the memory of a machine, which a state has to fit in several times
+#: most bytes of a file, 1 TiB: more than the memory of a machine, which a state must fit several times
 _MOST_NBYTES = 1 << 40
 #: the errors that NumPy, zipfile and json raise for damaged or made-up files
 _DAMAGE: tuple[type[Exception], ...] = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, MemoryError)
@@ -37,11 +37,11 @@ def save_state(file: str | PathLike[str] | BinaryIO, state: Mapping[str, Any]) -
     """Write a state_dict() of a communicator, of DiLoCo or of LowPrecisionDecentralized; load_state() reads it.
 
     ``file`` is a path or a binary file. A path's file is replaced when the new one is complete: a program that is
-    killed before that leaves the old one. Where another user has put a link in the file's place, the link is replaced.
+    killed before that leaves the old one. A link that another user has put in the file's place is itself replaced.
 
-    Raises ArgumentError if the state is no dict, or contains anything but dicts, lists, numbers, strings, bools, None,
-    and arrays of numbers, or keys other than numbers, strings, bools and None; OSError if the file cannot be written,
-    or no other file in its folder, or if a folder of its path can have been planted by another user.
+    Raises ArgumentError if the state is not a dict, or contains other values than dicts, lists, numbers, strings,
+    bools, None and arrays of numbers, or other keys than numbers, strings, bools and None; OSError if the file or a
+    temporary file in its folder cannot be written, or if another user may have planted a folder of its path.
     """
     import numpy as np
 
@@ -54,7 +54,7 @@ def save_state(file: str | PathLike[str] | BinaryIO, state: Mapping[str, Any]) -
     arrays[_STRUCTURE] = np.frombuffer(structure, np.uint8)
     with writing(file) if isinstance(file, str | PathLike) else nullcontext(file) as to:
         if isinstance(file, str | PathLike) and not S_ISREG(os.fstat(to.fileno()).st_mode):
-            content = BytesIO()  # in a device, such as /dev/null, zipfile finds no places
+            content = BytesIO()  # zipfile cannot seek in a device, such as /dev/null
             cast(Any, np.savez)(content, **arrays)
             to.write(content.getbuffer())
         else:
@@ -62,10 +62,10 @@ def save_state(file: str | PathLike[str] | BinaryIO, state: Mapping[str, Any]) -
 
 
 def load_state(file: str | PathLike[str] | BinaryIO) -> dict[str, Any]:
-    """The state that save_state() wrote to ``file``. No file can execute code.
+    """Read the state that save_state() wrote to ``file``. No file can execute code.
 
     ``file`` is a path of a regular file, or a binary file that can seek. Raises OSError if it cannot be opened, and
-    ArgumentError for any other file. The load_state_dict() that gets the state checks what it says.
+    ArgumentError for any other file. load_state_dict() checks the state's contents.
     """
     with reading(file, _MOST_NBYTES) if isinstance(file, str | PathLike) else nullcontext(file) as opened:
         try:
@@ -80,7 +80,7 @@ def load_state(file: str | PathLike[str] | BinaryIO) -> dict[str, Any]:
 
 
 def _described(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """A value for JSON; its arrays are added to ``arrays``."""
+    """Describe a value in JSON, and add its arrays to ``arrays``."""
     import numpy as np
 
     if isinstance(value, np.generic):
@@ -106,7 +106,7 @@ def _described(value: Any, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def _key(key: Any) -> Any:
-    """A key of a dict for JSON, which reads no tuple, but only lists, which are no keys."""
+    """Check a dict's key for JSON. A tuple is refused: JSON would read it as a list, which cannot be a key."""
     if isinstance(key, tuple):
         raise ArgumentError(
             f"the state contains a tuple as a key, {key!r}; a state that save_state() writes has numbers, strings, "
@@ -132,7 +132,7 @@ def _value(described: Any, arrays: Mapping[str, np.ndarray]) -> Any:
 
 
 def _read(archive: zipfile.ZipFile, nbytes: int) -> dict[str, np.ndarray]:
-    """The arrays of an archive of ``nbytes`` by name. Raises one of _DAMAGE."""
+    """Read the arrays of an archive of ``nbytes``, by name. Raises one of _DAMAGE."""
     if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
         raise ValueError("its parts are compressed")
     if sum(member.file_size for member in archive.infolist()) > nbytes:
@@ -141,19 +141,19 @@ def _read(archive: zipfile.ZipFile, nbytes: int) -> dict[str, np.ndarray]:
 
 
 def _array(content: bytes) -> np.ndarray:
-    """The array of an .npy file. Raises ValueError."""
+    """Read the array of an .npy file. Raises ValueError."""
     from numpy.lib import format as npy
 
     data = BytesIO(content)
     try:
         version = npy.read_magic(data)
         shape, _, dtype = npy.read_array_header_1_0(data) if version == (1, 0) else npy.read_array_header_2_0(data)
-        # before read_array(), which allocates what the header announces
+        # before read_array(), which allocates as much as the header says
         if dtype.kind not in "biuf" or min(shape, default=0) < 0:
             raise ValueError(f"an array of {dtype} in the shape {shape}")
         if math.prod(shape) * dtype.itemsize != len(content) - data.tell():
             raise ValueError(f"not the elements of {dtype} in the shape {shape}")
         data.seek(0)
         return npy.read_array(data, allow_pickle=False)
-    except Exception as error:  # NumPy says nowhere what a header can raise; tokenize.TokenError, for example
+    except Exception as error:  # NumPy documents no exceptions for headers; tokenize.TokenError is one
         raise ValueError(f"one of its arrays cannot be read: {error!r}") from error

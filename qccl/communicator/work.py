@@ -16,13 +16,13 @@ from qccl.engine.base import Execution
 
 __all__ = ["Work"]
 
-#: pauses of a thread that waits for another one that ends the same call
+#: first and longest pause of a thread that waits for another thread to end the same call
 _NAP_SECONDS, _LONGEST_NAP_SECONDS = 20e-6, 1e-3
 
 
 @not_traced
 class Work:
-    """One call of a collective, whose arrays it keeps alive.
+    """One call of a collective. It keeps the call's arrays alive.
 
     On the host every rank must wait for the call, or have a progress thread; the order of waits is free. On CUDA the
     call completes by itself.
@@ -31,17 +31,17 @@ class Work:
     __slots__ = ("__weakref__", "_call", "_callbacks", "_check", "_exception", "_execution", "_result", "_session")
 
     def __init__(self, session: Session, result: Any, check: Callable[[], None] | None = None) -> None:
-        """Of a call that is not made yet. ``check`` raises an error that becomes the call's, if it has succeeded."""
+        """Prepare the Work of a call that is not made yet. After its success ``check`` may raise the call's error."""
         self._session = session
-        self._call = -1  # its number, after _begin()
-        self._execution: Execution | None = None  # before _begin(), and after the end
+        self._call = -1  # the call's number, from _begin() on
+        self._execution: Execution | None = None  # None before _begin(), and after the end
         self._result = result
         self._check = check
         self._exception: Exception | None = None
-        self._callbacks: list[Callable[[Work], object]] = []  # that were not called yet
+        self._callbacks: list[Callable[[Work], object]] = []  # not called yet
 
     def _begin(self, execution: Execution) -> None:
-        """The call was made; it has begun, or is queued."""
+        """Keep the run of the call, which has begun or is queued."""
         self._call = execution.call
         self._execution = execution
 
@@ -67,8 +67,8 @@ class Work:
         On the host this waits until the call has ended. On CUDA it makes the call's stream wait; the host waits only if
         a ``timeout`` is given or the result must be checked (``nonfinite="error"``).
 
-        ``timeout`` is in seconds from now; None means the call's own, counted from its start (on CUDA from its begin
-        on the GPU). Raises the error of the call, or CollectiveTimeout, after which the communicator is unusable.
+        ``timeout`` is in seconds from now; None means the call's timeout, counted from its start (on CUDA from its
+        begin on the GPU). Raises the error of the call, or CollectiveTimeout, which makes the communicator unusable.
         """
         execution = self._execution
         if execution is not None and execution.is_stream_ordered and timeout is None and self._check is None:
@@ -76,7 +76,7 @@ class Work:
         return self._block(None if timeout is None else timeout_of(timeout))
 
     def synchronize(self) -> Any:
-        """Block until the call has ended without an error, and return its output array. Raises as wait()."""
+        """Block until the call has ended without an error, and return its output array. Raises the errors of wait()."""
         return self._block(None)
 
     @guarded
@@ -89,14 +89,14 @@ class Work:
         return self._result
 
     def _block(self, timeout: float | None) -> Any:
-        """As synchronize(), for ``timeout`` seconds at most; a guard (guard.py)."""
+        """Do synchronize() for at most ``timeout`` seconds; a guard (guard.py)."""
         session, thread = self._session, get_ident()
         unsettled = session.unsettled
         if unsettled:
             session.check_abandoned()
         before = unsettled.get(thread)
         try:
-            execution = self._execution  # which another thread may set to None
+            execution = self._execution  # another thread may set the attribute to None
             if execution is not None:
                 unsettled[thread] = (self._call,)
                 try:
@@ -135,8 +135,8 @@ class Work:
     def add_done_callback(self, fn: Callable[[Work], object]) -> None:
         """Call ``fn(work)`` once, when the call has ended or failed; now if it has. Nobody needs to wait for the call.
 
-        On the host the thread that ends the call runs ``fn``, usually the progress thread, and ``fn`` holds up other
-        calls, so it should return soon. On CUDA a thread of its own runs it, some milliseconds after the end. It may
+        On the host the thread that ends the call runs ``fn``, usually the progress thread, and ``fn`` delays other
+        calls, so it should return soon. On CUDA a separate thread runs it, some milliseconds after the end. ``fn`` may
         look at the Work, whose wait() returns at once, set events and futures, and start other threads' work. It must
         not make calls: methods of the communicator raise ArgumentError there. An exception that ``fn`` raises goes to
         sys.unraisablehook.
@@ -162,10 +162,10 @@ class Work:
         execution.add_done_callback(ended)
 
     def get_future(self) -> Any:
-        """A torch.futures.Future of the output array, or of the list of them; it raises the error of the call.
+        """Make a torch.futures.Future of the output array, or of the list of them; it raises the call's error.
 
-        On the host it is completed when the call has ended, as by add_done_callback(). On CUDA it is completed now, and
-        ordered by streams as other futures of PyTorch are: whoever waits for it makes the current stream wait for the
+        On the host the future is completed when the call has ended, like add_done_callback(). On CUDA it is completed
+        now, and ordered by streams like other futures of PyTorch: a wait for it makes the current stream wait for the
         call. A failure of the call then shows in check() and synchronize() only.
         """
         import torch
@@ -189,14 +189,14 @@ class Work:
             else:
                 future.set_exception(work._exception)
 
-        if self._execution is None:  # now, also in a function that was passed to add_done_callback()
+        if self._execution is None:  # ended: complete now, also in a function passed to add_done_callback()
             complete(self)
         else:
             self.add_done_callback(complete)
         return future
 
     def _call_back(self) -> None:
-        """Call the functions that were not called yet; nothing if a thread is doing that, which will see new ones."""
+        """Call the functions that were not called yet, unless a thread is already doing so: it will see new ones."""
         session, turn = self._session, (get_ident(),)
         while self._callbacks and session.calling.setdefault(self, turn) is turn:
             try:
@@ -210,11 +210,11 @@ class Work:
                 session.calling.pop(self, None)
 
     def _is_under_way(self) -> bool:
-        """Whether the call has not ended, or nobody has found that; never if it is ordered by streams."""
+        """Whether the call is not known to have ended; False if it is ordered by streams."""
         return self._execution is not None and not self._execution.is_stream_ordered
 
     def _conclude(self, error: QcclError | None = None) -> None:
-        """End the call, unless another thread has done it; return when it is done."""
+        """End the call, or wait until another thread has ended it."""
         ending, turn, nap = self._session.ending, (get_ident(),), 0.0
         while self._execution is not None:
             found = ending.setdefault(self, turn)
@@ -224,7 +224,7 @@ class Work:
                 finally:
                     ending.pop(self, None)
                 break
-            if found == turn:  # this is a signal's handler, in the middle of the end
+            if found == turn:  # a signal handler interrupted this thread in the middle of the end
                 return
             time.sleep(nap)
             nap = min(nap + _NAP_SECONDS, _LONGEST_NAP_SECONDS)
@@ -252,7 +252,7 @@ is_guard(Work._call_back, settles=False)
 
 
 class _Unraisable:
-    """Passes an exception to sys.unraisablehook, as Python does with all that __del__() raises."""
+    """Passes an exception to sys.unraisablehook, by raising it in __del__()."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error

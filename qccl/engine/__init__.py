@@ -1,1 +1,1 @@
-"""What the engines of the host and of CUDA have in common: their interface, control messages, the progress thread."""
+"""The engines, which run schedules on the host and on CUDA, and the parts that both share."""

@@ -24,11 +24,11 @@ class Progress(Enum):
 
     #: the caller, which waits in start()
     CALLER = 0
-    #: the same; and on CUDA, too, the host waits for the run at once, so it cannot become part of a graph
+    #: the caller, which waits in start() also on CUDA, so the run cannot become part of a graph
     SYNCHRONOUS = 3
-    #: the progress thread, too, if the caller does not wait for the run within some milliseconds
+    #: the caller, or the progress thread if the caller does not wait for the run within some milliseconds
     SOON = 1
-    #: the progress thread, too, from the start
+    #: the caller and the progress thread, from the start
     NOW = 2
 
 
@@ -37,9 +37,9 @@ class Request(NamedTuple):
 
     Attributes:
         progress: who advances the run.
-        timeout: seconds that it may take (on CUDA from its begin on the GPU); None means the engine's.
-        key: the name of the codec's state; None for none.
-        lr: the learning rate that residuals are multiplied by (schedule.Reduce), checked; None where callers give none.
+        timeout: seconds that the call may take (on CUDA from its begin on the GPU); None means the engine's timeout.
+        key: the name of the codec's state, or None.
+        lr: the learning rate that residuals are multiplied by (schedule.Reduce), checked, or None.
         stream: on CUDA, the stream that the caller named, or None.
         trace: a list that gets an event for each operation and transfer.
         nonfinite: "error" if a result with NaN or infinity is to raise an error, otherwise "propagate".
@@ -58,9 +58,9 @@ class Bound(NamedTuple):
     """The memory of a run, and what the ranks must agree on.
 
     Attributes:
-        addresses: of the caller's buffers and of the state, by their names in the schedule.
-        text: all ranks must send it in their headers.
-        pairs: by peer, text that this rank and the peer must agree on; () for none.
+        addresses: the addresses of the caller's buffers and of the state, by their names in the schedule.
+        text: the text that all ranks must send in their headers.
+        pairs: for each peer, a text on which this rank and the peer must agree; usually ().
     """
 
     addresses: Mapping[str, int]
@@ -89,10 +89,10 @@ class Execution(Protocol):
     failure: QcclError | None
 
     def step(self) -> bool:
-        """Make progress if runs progress in the caller's thread; whether the run has ended. Never blocks for long."""
+        """Advance the run if its caller's thread advances it. Returns whether it has ended. Never blocks for long."""
 
     def run(self, limit: float | None = None) -> bool:
-        """Block until the run has ended, or time.monotonic() has reached ``limit``; whether it has ended.
+        """Block until the run has ended, or time.monotonic() has reached ``limit``. Returns whether it has ended.
 
         Raises CollectiveTimeout at the run's deadline.
         """
@@ -101,7 +101,7 @@ class Execution(Protocol):
         """If runs are stream-ordered: make the caller's stream wait for this run. Does not block."""
 
     def waits_for(self) -> str:
-        """Why the run has not ended, for messages."""
+        """Say why the run has not ended, for messages."""
 
     def add_done_callback(self, function: Callable[[], None]) -> None:
         """Call ``function`` once, when the run has ended or failed; now if it has.
@@ -114,7 +114,7 @@ class Persistent(Protocol):
     """Memory that keeps its contents from run to run; zeros at first.
 
     Attributes:
-        address: of its first byte, for kernels.
+        address: the address of the first byte, for kernels.
     """
 
     address: int
@@ -123,7 +123,7 @@ class Persistent(Protocol):
         """Put ``data`` at the start, when no run uses the memory."""
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """A copy of ``nbytes`` from ``start``, when no run uses the memory."""
+        """Copy ``nbytes`` from ``start``, when no run uses the memory."""
 
 
 class Program(Protocol):
@@ -132,23 +132,23 @@ class Program(Protocol):
     Attributes:
         workspace_nbytes: bytes of workspace that are freed with the program; on CUDA its tables, as programs share the
             rest.
-        users: runs that have not ended, behind which another one would wait (always 0 on CUDA: streams order the runs).
+        users: runs that have not ended, for which a further run would wait (always 0 on CUDA: streams order the runs).
     """
 
     workspace_nbytes: int
     users: int
 
     def label(self, schedule: Schedule) -> None:
-        """Before the first run with a trace: keep what traces need of the schedule that was compiled."""
+        """Keep the labels that a trace needs, before the first run with a trace; ``schedule`` is the compiled one."""
 
 
 class Rig(Protocol):
     """Memory for measured calls, and a clock; made for one measurement (measuring.py), and dropped with it.
 
     Attributes:
-        address, nbytes: of the memory.
-        work_nbytes: bytes of work buffers that a measured call may need; None for any number.
-        streams: on CUDA, the stream of the calls, and of what fill() and read() copy; otherwise ().
+        address, nbytes: the memory's address and size.
+        work_nbytes: the most bytes of work buffers that a measured call may need; None: no limit.
+        streams: on CUDA, the stream of the calls and of the copies of fill() and read(); otherwise ().
     """
 
     address: int
@@ -160,7 +160,7 @@ class Rig(Protocol):
         """Write ``values``, as often as they fit and the rest of them, to the bytes ``start`` to ``stop``."""
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """A copy of ``nbytes`` from ``start``, when the calls so far have ended."""
+        """Copy ``nbytes`` from ``start``, when the calls so far have ended."""
 
     def seconds(self, call: Callable[[], object], times: int) -> float:
         """The mean time of ``times`` calls in a row, when they have ended. Raises their failures."""
@@ -170,9 +170,9 @@ class Engine(Protocol):
     """Runs schedules on one rank.
 
     Attributes:
-        end: of the communicator; the engine fails when it has found a reason, such as a watchdog outside any call.
-        numbers: of the next call.
-        timeout: seconds that a run may take whose request does not say; the session sets it.
+        end: the end of the communicator, which the engine also fails by itself, for example from its watchdog.
+        numbers: the numbers of the next call.
+        timeout: seconds that a run may take if its request names no timeout; the session sets it.
         tallies: totals of the calls so far.
     """
 
@@ -183,7 +183,7 @@ class Engine(Protocol):
 
     @property
     def chunking(self) -> ChunkPolicy:
-        """The size of chunks where the caller gives none."""
+        """The default size of chunks."""
 
     @property
     def is_idle(self) -> bool:
@@ -203,9 +203,9 @@ class Engine(Protocol):
         ``kept`` are objects that must live until the run has ended. ``streams`` are, on CUDA, the caller's stream, and
         others whose work so far the run must wait for.
 
-        If the request says that the caller waits, it returns when the result may be used (on CUDA: on the caller's
-        stream), and raises the run's failures. Otherwise they come from the Execution. Raises ArgumentError for a run
-        that cannot be started, and then has taken no number.
+        If the request says that the caller waits, start() returns when the result may be used (on CUDA: on the caller's
+        stream), and raises the run's failures. Otherwise the Execution raises them. Raises ArgumentError for a run
+        that cannot be started; the run has then taken no number.
         """
 
     def wait_until_idle(self, timeout: float) -> None:
@@ -217,10 +217,10 @@ class Engine(Protocol):
     def check_consistent(
         self, text: str, pairs: tuple[str, ...], refusal: str = "", *, again: bool = False
     ) -> str:  # fmt: skip
-        """Collective until the ranks have agreed on a text, on engines that do not compare every call.
+        """Compare a call's text on all ranks, on engines that do not compare every call. Collective for a new text.
 
-        ``again``: collective also if they have agreed on it. ``refusal``: why this rank cannot make the call. Returns
-        which rank cannot, and why, or an empty text. Raises MismatchError.
+        ``again``: compare also a text on which the ranks have agreed. ``refusal``: why this rank cannot make the call.
+        Returns the rank that cannot make it, with its refusal, or an empty text. Raises MismatchError.
         """
 
     def check(self, timeout: float, stream: int | None = None) -> None:
@@ -236,13 +236,13 @@ class Engine(Protocol):
         """The last 1,024 calls that have begun, from the oldest on, and those that are queued."""
 
     def rig(self) -> Rig:
-        """What measures calls. Raises EngineError, and changes nothing, if there is no memory for it."""
+        """Make memory and a clock for measured calls. Raises EngineError, and changes nothing, if memory is short."""
 
     def retire(self, error: QcclError) -> None:
-        """Before shrink(): as fail(), but other ranks may still end the calls that this rank has ended."""
+        """Fail before shrink(), so that other ranks may still end the calls that this rank has ended."""
 
     def recover(self) -> None:
-        """Release the locks that an exception has left held which ended a call of this thread at any point."""
+        """Release locks that this thread still holds after an exception ended its call."""
 
     def close(self, timeout: float) -> None:
         """Collective: leave the group. Idempotent."""
@@ -253,7 +253,7 @@ class Backend(Protocol):
 
     Attributes:
         name: "host" or "cuda".
-        timeout: seconds that a call may take where the program does not say.
+        timeout: seconds that a call may take if the program gives no timeout.
     """
 
     name: str

@@ -20,17 +20,17 @@ class Numbers:
         self.sequence = self.calls = self.offset = 0
 
     def take(self) -> tuple[int, int]:
-        """Number a call (``sequence``, ``calls``): the engine has accepted it, and sends nothing before this."""
+        """Number a call that the engine has accepted, before it sends anything. Returns ``sequence`` and ``calls``."""
         sequence, call = self.sequence, self.calls
         self.sequence, self.calls = sequence + 1, call + 1
         return sequence, call
 
     def go_back(self, call: int) -> None:
-        """Let ``call`` be the next that draws random numbers: what was numbered since then has changed no result."""
+        """Use ``call`` for the next random numbers, after calls that have changed no result."""
         if call < self.calls:
             self.calls = call
 
     def go_on(self, call: int) -> None:
-        """Continue with ``call``, as after a restart."""
+        """Continue with ``call`` after a restart."""
         self.offset += call - self.calls
         self.calls = call

@@ -12,13 +12,13 @@ __all__ = ["WithCallbacks"]
 class WithCallbacks:
     """A run that calls functions when it is over (a base of the classes with the interface engine.base.Execution).
 
-    One thread may add a function while another ends the run. Then both call the functions that they find, and taking
-    one out of a list is atomic, so that each is called once.
+    One thread may add a function while another ends the run. Both then take functions out of the list, which is atomic,
+    and call them, so each function is called once.
 
     Attributes:
         done: the run has ended well.
         failure: the error that has ended it.
-        callbacks: the functions that were not called.
+        callbacks: the functions that have not been called.
     """
 
     __slots__ = ("callbacks", "done", "failure")

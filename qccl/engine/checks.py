@@ -1,4 +1,4 @@
-"""What both engines check of a schedule and of the addresses of its runs."""
+"""Checks of a schedule and of the addresses of its runs, for both engines."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["caller_buffers", "check_addresses"]
 
 
 def caller_buffers(schedule: Schedule) -> dict[str, Buffer]:
-    """The buffers whose addresses each run is given, by name.
+    """The caller's buffers, by name; each run is given their addresses.
 
-    Raises EngineError if a transfer is in one of them: a library may still write to memory of a receive that was given
-    up, so transfers are in the workspace, which outlives them.
+    Raises EngineError if a transfer uses one of them. A library may still write to the memory of an abandoned receive,
+    so transfers must use the workspace, which outlives them.
     """
     for i, op in enumerate(schedule.ops):
         for transfer in (*op.sends, *op.recvs) if isinstance(op, Exchange) else ():
@@ -25,6 +25,6 @@ def caller_buffers(schedule: Schedule) -> dict[str, Buffer]:
 
 
 def check_addresses(addresses: Mapping[str, int], needed: Mapping[str, Buffer]) -> None:
-    """Raise ArgumentError unless each of the ``needed`` buffers has an address, and no other."""
+    """Raise ArgumentError unless exactly the ``needed`` buffers have addresses."""
     if addresses.keys() != needed.keys():
         raise ArgumentError(f"addresses are needed for {sorted(needed)}, not for {sorted(addresses)}")

@@ -1,9 +1,9 @@
 """Control messages: the consistency check of each call, abort and shutdown.
 
-In each call every rank sends a header to every other rank, together with the first data and on a tag of its own, so
-the check costs no round trip. Where the transport allows it, a little data is in the same message, after the header. A
-rank uses nothing that another rank sent, and writes no output, before the headers of all ranks have arrived and are
-equal. One receive per rank is always posted, so a rank that gives up or leaves sends its message the same way: the
+In each call every rank sends a header to every other rank, together with the first data but on a separate tag, so
+the check costs no round trip. If the transport allows it, the same message has a little data after the header. A
+rank uses no data of other ranks, and writes no output, before the headers of all ranks have arrived and are
+equal. One receive per rank is always posted. A rank that gives up or leaves sends its message there, so the
 others raise at once instead of at their deadlines.
 """
 
@@ -22,7 +22,7 @@ from qccl.base.errors import EngineError, MismatchError
 __all__ = ["CALL", "HEADER_NBYTES", "Block", "ControlKind", "Header", "text_of"]
 
 #: bytes of a control message: the fields below, zero-padded text in UTF-8, and the number of bytes of data that follow.
-#: Only that number may differ between ranks that agree
+#: On ranks that agree, all but this number is equal
 HEADER_NBYTES = _host.HEADER_NBYTES
 CONTROL_TAG = _host.CONTROL_TAG
 
@@ -39,7 +39,7 @@ class ControlKind(IntEnum):
 
     CALL = 1  # the header of a call
     ABORT = 2  # the sender gave up; the text says why
-    MISMATCH = 3  # the same, because the ranks do not agree
+    MISMATCH = 3  # the sender gave up, because the ranks do not agree
     CLOSE = 4  # the sender makes no more calls
 
 
@@ -52,7 +52,7 @@ def _tail(text: str) -> bytes:
 class Header(NamedTuple):
     """The contents of a control message; two ranks agree on a call when the packed bytes are equal.
 
-    ``pairs``: by peer, further text that only this rank and the peer must agree on; () for none.
+    ``pairs``: for each peer, a further text on which this rank and the peer must agree; usually ().
     """
 
     kind: ControlKind
@@ -61,9 +61,9 @@ class Header(NamedTuple):
     pairs: tuple[str, ...] = ()
 
     def pack(self, peer: int | None = None) -> bytes:
-        """The message to one peer, or to all, without the number of bytes that follow.
+        """Pack the message to one peer, or to all, without the number of bytes that follow.
 
-        A long text is truncated, but the digest is that of the whole text.
+        A long text is truncated, but the digest covers the whole text.
         """
         text = self.text if peer is None or not self.pairs else self.text + self.pairs[peer]
         return _FIXED.pack(_MAGIC, _VERSION, self.kind, self.sequence) + _tail(text)
@@ -75,7 +75,7 @@ class Header(NamedTuple):
 
     @classmethod
     def unpack(cls, message: bytes, peer: int) -> Header:
-        """The header in ``message``. Raises EngineError if another version of qccl sent it."""
+        """Unpack the header in ``message``. Raises EngineError if another version of qccl sent it."""
         magic, version, kind, sequence, _ = _LAYOUT.unpack_from(message)
         if magic != _MAGIC or version != _VERSION or kind not in ControlKind.__members__.values():
             raise EngineError(
@@ -103,12 +103,12 @@ CALL = _FIXED.pack(_MAGIC, _VERSION, ControlKind.CALL, 0)[:8]
 
 
 def data_nbytes(nbytes: int) -> bytes:
-    """The last part of a control message: the number of bytes of data that follow."""
+    """Pack the last part of a control message: the number of bytes of data that follow."""
     return nbytes.to_bytes(4, "little")
 
 
 def data_nbytes_of(message: bytes) -> int:
-    """The number of bytes of data that follow a control message."""
+    """Read from a control message the number of bytes of data that follow."""
     return int.from_bytes(message[_AGREED_NBYTES:HEADER_NBYTES], "little")
 
 
@@ -127,7 +127,7 @@ class Block:
         self._view[start : start + len(data)] = data
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """A copy of ``nbytes`` from ``start``."""
+        """Copy ``nbytes`` from ``start``."""
         return bytes(self._view[start : start + nbytes])
 
 

@@ -11,13 +11,13 @@ __all__ = ["End"]
 class End:
     """Whether one communicator is over. Its session and its engine, in all their threads, ask and tell this object.
 
-    A run that has failed, or a Work, has an error of its own: it may have ended well before the communicator failed.
+    A run and a Work keep errors of their own, because they may have ended well before the communicator failed.
 
     Attributes:
-        failure: the first one, or None.
+        failure: the first failure, or None.
         closed: the communicator was closed, perhaps after a failure.
-        is_over: one of both.
-        has_left: the engine has told the other ranks, as far as they can be, and has nothing more to do.
+        is_over: the communicator has failed or was closed.
+        has_left: the engine has told the other ranks as far as it can reach them, and has nothing more to do.
         is_forked: this is a child of os.fork(), and the communicator is the parent's.
     """
 
@@ -32,13 +32,13 @@ class End:
         """Keep the first failure; returns it. After close() nothing fails any more."""
         if self.closed:
             return error
-        # in one step, without a lock: threads fail at the same time, and a signal's handler in the middle of another
+        # atomic, without a lock: threads may fail at the same time, and a signal handler may fail in the middle of this
         self.failure = first = self._failures.setdefault(None, error)
         self.is_over = True
         return first
 
     def close(self) -> None:
-        """There are no more calls."""
+        """Mark the communicator as closed: it takes no more calls."""
         self.closed = self.is_over = True
 
     def check(self) -> None:

@@ -16,7 +16,7 @@ Args = dict[str, int | str]
 
 
 class Label(NamedTuple):
-    """Queue, name and arguments of a trace event (see TraceEvent)."""
+    """The queue, name and arguments of a trace event (see TraceEvent)."""
 
     queue: str
     name: str
@@ -38,9 +38,9 @@ class _Written:
 
 
 def labels(program: Sequence[Task], buffers: Mapping[str, Buffer]) -> list[Label]:
-    """A label for each task; each transfer of an Exchange must be a task of its own.
+    """Make a label for each task; each transfer of an Exchange must be a task of its own.
 
-    A schedule does not number chunks, so this counts messages: of those with one peer, direction and round, message k
+    A schedule does not number chunks, so this counts messages: message k with the same peer, direction and round
     carries chunk k. A computation gets the chunk of the first message that it encodes or decodes.
     """
     sources, readers = _flow(program)
@@ -81,7 +81,7 @@ def _number_chunks(
 
 
 def _flow(program: Sequence[Task]) -> tuple[list[list[int]], list[list[int]]]:
-    """For each task, the tasks that wrote its inputs, and the tasks that read its outputs."""
+    """Find for each task the tasks that wrote its inputs, and the tasks that read its outputs."""
     written: defaultdict[str, IntervalMap[_Written]] = defaultdict(IntervalMap)
     sources: list[list[int]] = [[] for _ in program]
     readers: list[list[int]] = [[] for _ in program]
@@ -119,7 +119,7 @@ def _arguments(task: Task, buffers: Mapping[str, Buffer]) -> Args:
 
 
 def _message(op: Op, known: Args, *, is_send: bool) -> Args:
-    """The arguments of a message, from those of the operation that encodes or decodes it."""
+    """Make the arguments of a message from the arguments of the operation that encodes or decodes it."""
     found: Args = {key: known[key] for key in ("codec", "round", "elements") if key in known}
     if isinstance(op, Reduce) and not is_send:
         found["round"] = op.src_round
@@ -135,7 +135,7 @@ def _label(task: Task, args: Args) -> Label:
 
 
 def launch_label(launched: Sequence[Task], buffers: Mapping[str, Buffer]) -> Label:
-    """One label for operations that a device runs in one launch: the first one's, with the sums of all sizes."""
+    """Make one label for the operations of one launch: the first operation's, with the sums of all sizes."""
     each = [_arguments(task, buffers) for task in launched]
     sums = {
         key: sum(value for args in each if isinstance(value := args.get(key), int))

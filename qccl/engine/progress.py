@@ -1,7 +1,7 @@
 """The progress thread, which advances calls while their caller computes.
 
-The first call that needs it starts it. The thread that holds the engine's lock drives, so a caller that waits for a
-call drives it without a change of threads. The progress thread drives
+The first call that needs the thread starts it. The thread that holds the engine's lock drives, so a caller that waits
+for a call drives it without a change of threads. The progress thread drives
 
 - calls with ``async_op=True``, as soon as the program makes no further call;
 - runs that plan.start() began, if nobody waits for them within a nap: most callers wait immediately.
@@ -53,7 +53,7 @@ class Driven(Protocol):
     def drive(self) -> bool:
         """Advance the detached runs until none is left, or another thread wants to drive. Never raises.
 
-        Returns False if another thread drives.
+        Returns False if another thread was driving.
         """
 
 

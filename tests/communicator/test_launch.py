@@ -217,7 +217,7 @@ def test_a_profile_that_cannot_be_read_is_refused_before_ranks_meet(tmp_path, mo
     if text is not None:
         path.write_text(text)
     with pytest.raises(
-        ArgumentError, match=r"profile\.json' (is no profile|cannot be read).*comm\.profile\(\)\.save\(\)"
+        ArgumentError, match=r"profile\.json' (is not a group's profile|cannot be read).*comm\.profile\(\)\.save\(\)"
     ):
         qccl.init("host", profile=path)
     monkeypatch.setenv("QCCL_PROFILE", str(path))
@@ -234,5 +234,5 @@ def test_an_empty_variable_names_no_profile(monkeypatch):
 
 
 def test_the_profile_of_another_group_is_refused(environ):
-    with pytest.raises(ArgumentError, match="the profile is that of 2 ranks"):
+    with pytest.raises(ArgumentError, match="the profile is of a group with 2 ranks"):
         qccl.init("host", profile=GroupProfile((0, 0), "ucx"))

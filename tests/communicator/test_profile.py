@@ -190,14 +190,14 @@ HOSTILE = {
 def test_another_file_is_refused(tmp_path, text):
     path = tmp_path / "group.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ArgumentError, match=r"is no profile of a group .*comm\.profile\(\)\.save\(\)"):
+    with pytest.raises(ArgumentError, match=r"is not a group's profile .*comm\.profile\(\)\.save\(\)"):
         GroupProfile.load(path)
 
 
 @pytest.mark.parametrize("nodes, transport", [((0, 1, 2), "ucx"), ((0, 0, 1, 1), "ucx"), (NODES, "mpi")])
 def test_the_profile_of_another_group_is_refused(nodes, transport):
     profile().check_group(GroupProfile(NODES, "ucx"))
-    with pytest.raises(ArgumentError, match="the profile is that of 4 ranks"):
+    with pytest.raises(ArgumentError, match="the profile is of a group with 4 ranks"):
         profile().check_group(GroupProfile(nodes, transport))
 
 

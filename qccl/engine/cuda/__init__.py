@@ -16,7 +16,7 @@ class CudaBackend:
     """The engine and the memory of one communicator on CUDA; see qccl.engine.base.Backend."""
 
     name = "cuda"
-    timeout = 600.0  # as PyTorch's for NCCL: ranks that compile or write a checkpoint come late
+    timeout = 600.0  # PyTorch's default for NCCL: ranks that compile or write a checkpoint come late
 
     def __init__(self, transport: DeviceTransport) -> None:
         from qccl.engine.cuda.engine import CudaEngine

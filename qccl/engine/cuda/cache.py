@@ -1,10 +1,10 @@
 """Compiled kernels on disk, so that a process need not compile the kernels of an earlier one.
 
 A file holds one kernel. Its name is a digest of everything that the compiler's output depends on: source, options, GPU,
-versions. A file gets its name only when it is complete, and is checked when it is read; a damaged file counts as
-missing. So does one that another user could have written, except root: what it holds runs with this user's rights. A
-folder that others can write is not used, and a warning says so. Errors of the disk are ignored: the kernels are then
-compiled.
+versions. A file gets its name only when it is complete, and is checked when it is read. A damaged file counts as
+missing, and so does a file that a user other than this one and root could have written, because its code would run
+with this user's rights. A folder that others can write is not used, with a warning. After an error of the disk the
+kernels are compiled.
 
 The files are in QCCL_CACHE_DIR (if it is empty, nothing is kept), or else in ``qccl`` in XDG_CACHE_HOME or
 ``~/.cache``. They may be deleted at any time.
@@ -25,7 +25,7 @@ from qccl.base.files import reading, replacing
 
 __all__ = ["compiled", "folder"]
 
-#: 64 MiB, of a file: the largest kernel has less than a tenth
+#: the most bytes of a file that is read: ten times the largest kernel
 _MOST_NBYTES = 64 << 20
 
 
@@ -42,7 +42,7 @@ def folder() -> Path | None:
 
 
 def compiled(inputs: Iterable[str], make: Callable[[], tuple[bytes, str]]) -> tuple[bytes, str]:
-    """A kernel's binary and its mangled name: read from the file of these inputs, or made by ``make`` and written."""
+    """Read a kernel's binary and its mangled name from the file of these inputs, or make and write them."""
     digest = hashlib.sha256(json.dumps(list(inputs)).encode()).hexdigest()
     with _opened(folder()) as place:
         found = None if place is None else _read(place, digest)
@@ -55,7 +55,7 @@ def compiled(inputs: Iterable[str], make: Callable[[], tuple[bytes, str]]) -> tu
 
 @contextlib.contextmanager
 def _opened(path: Path | None) -> Iterator[int | None]:
-    """A descriptor of the folder, which is made if necessary; None if it cannot be used."""
+    """Open the folder, or make it. Yields its descriptor, or None if the folder cannot be used."""
     place = None
     if path is not None:
         with contextlib.suppress(OSError):

@@ -8,7 +8,7 @@ from qccl.transports.base import Group
 
 __all__ = ["Consistency"]
 
-#: the first byte of what a rank says of a call; its header follows, or its refusal
+#: the first byte of a rank's note about a call: the rest is the call's header, or the rank's refusal
 _CAN, _CANNOT = b"+", b"-"
 
 
@@ -22,14 +22,14 @@ class Consistency:
     def compare(self, header: Header, timeout: float, refusal: str = "") -> str:
         """Collective: raise MismatchError unless all ranks have made this call.
 
-        ``refusal``: why this rank cannot make it. If a rank has one, nothing is compared, and the rank's number and
-        refusal are returned, otherwise an empty text.
+        ``refusal``: why this rank cannot make the call, or an empty text. If a rank refuses, nothing is compared, and
+        a text with that rank and its refusal is returned; otherwise an empty text.
         """
         rank, size = self._group.rank, self._group.size
         if size == 1:
             return ""
         mine = header.pack()
-        cannot = _CANNOT + refusal.encode(errors="backslashreplace")  # it may contain a file name that is not UTF-8
+        cannot = _CANNOT + refusal.encode(errors="backslashreplace")  # a file name in it may not be UTF-8
         notes = self._group.allgather(cannot if refusal else _CAN + mine, timeout)
         for peer, note in enumerate(notes):
             if note.startswith(_CANNOT):
@@ -48,7 +48,7 @@ class Consistency:
         return ""
 
     def compare_once(self, header: Header, timeout: float, refusal: str) -> str:
-        """As compare(), until the ranks have agreed on a call; later ones with equal text are known to agree."""
+        """Do compare() if the ranks have not agreed on a call with the same text."""
         call = header.text + "".join(header.pairs)
         if call in self._checked:
             return ""

@@ -35,7 +35,7 @@ class Device:
     """The streams, memory and events of one engine.
 
     Attributes:
-        number: of the GPU.
+        number: the GPU's number.
         home: the compute stream, on which every run begins and ends.
         queues: the stream of each queue.
         capture_queues: the streams of calls that become part of a CUDA graph.
@@ -44,7 +44,7 @@ class Device:
     """
 
     def __init__(self, number: int, comm_stream: int) -> None:
-        """``comm_stream`` is the transport's."""
+        """Make the other streams; ``comm_stream`` is the transport's."""
         self.number = number
         cuda = cuda_libraries().cupy.cuda
         with on_device(number):
@@ -92,7 +92,7 @@ class Device:
         return _NOTHING
 
     def allocate(self, nbytes: int, what: str) -> Any:
-        """Memory for ``what`` from CuPy's pool for the home stream. Raises EngineError if the GPU has no room.
+        """Allocate memory for ``what`` from CuPy's pool for the home stream. Raises EngineError if the GPU has no room.
 
         The pool gives freed memory only to later work of that stream, and every run begins and ends on it. So no two
         runs use the same memory at once, whichever streams they use.
@@ -105,7 +105,7 @@ class Device:
             raise no_room(self.number, nbytes, what, str(error)) from error
 
     def write(self, contents: Mapping[int, bytes]) -> list[Any]:
-        """Write to allocated memory, after its earlier users. Keep the result until the copies are done."""
+        """Write to allocated memory, after its earlier users. The caller must keep the result until the copies end."""
         copy = cuda_libraries().runtime.memcpyAsync
         sources = [(address, ctypes.create_string_buffer(each, len(each))) for address, each in contents.items()]
         for address, source in sources:
@@ -146,7 +146,7 @@ class DeviceState:
             self._written = self._device.write({self.address: data})
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """A copy of ``nbytes`` from ``start``."""
+        """Copy ``nbytes`` from ``start``."""
         runtime, copy, home = cuda_libraries().runtime, ctypes.create_string_buffer(nbytes), self._device.home
         with on_device(self._device.number):
             runtime.memcpyAsync(ctypes.addressof(copy), self.address + start, nbytes, DEVICE_TO_HOST, home)

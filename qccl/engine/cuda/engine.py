@@ -56,9 +56,9 @@ cuda_libraries()  # importing this module without CUDA raises its error
 
 __all__ = ["CudaEngine"]
 
-#: calls in the records, as on the host (kernels/engine/recorder.h)
+#: calls in the records, the same number as on the host (kernels/engine/recorder.h)
 _CALLS = 1024
-#: how long a failing rank waits for its own thread that is in the middle of a call
+#: how long fail() waits for this rank's thread that is in the middle of a call
 _GRACE_SECONDS = 1.0
 #: how long the end of the process waits for pending runs
 _EXIT_SECONDS = 10.0
@@ -76,7 +76,7 @@ class CudaEngine:
         self.end, self.numbers = End(self.rank), Numbers()
         self.timeout = 60.0
         self.chunking = GPU[transport.link]
-        self.tallies = Tallies(are_timed=False)  # the events of runs have no times, which would cost the device some
+        self.tallies = Tallies(are_timed=False)  # events with times would cost the device time
         self.device = Device(transport.device, transport.stream)
         fail = weakref.WeakMethod(self.fail)
         self._fail_weakly = lambda error: (method := fail()) and method(error)
@@ -94,7 +94,7 @@ class CudaEngine:
 
     @property
     def is_idle(self) -> bool:
-        """Always False: the host cannot know it, or read the caller's memory, without waiting."""
+        """Always False: without waiting the host can neither know it nor read the caller's memory."""
         return False
 
     def compile(self, schedule: Schedule, counted: Counted | None = None) -> CudaProgram:
@@ -189,11 +189,11 @@ class CudaEngine:
         self._log_waiting(header)
         compare = self._consistency.compare if again else self._consistency.compare_once
         refused = compare(header, self.timeout, refusal)
-        self._log.pop()  # what begins now is the call itself
+        self._log.pop()  # the call itself begins now, and has an entry of its own
         return refused
 
     def _log_waiting(self, header: Header) -> CudaRun:
-        """A call for which the host waits until the other ranks have come to it, too."""
+        """Log a call in which the host waits for the other ranks."""
         run = CudaRun(self._pending, header, self.numbers.calls, Deadline(self.timeout))
         self._log.append(run)
         return run
@@ -212,7 +212,7 @@ class CudaEngine:
         return [run.record() for run in self._log.copy()]
 
     def rig(self) -> CudaRig:
-        """See engine.base.Engine. Waits for the work of the legacy default stream, beside which calls take longer."""
+        """See engine.base.Engine. Waits for the work of the legacy default stream, which would slow the calls."""
         self.check(self.timeout, 0)
         return CudaRig(self.device, lambda stream: self.check(self.timeout, stream))
 
@@ -236,13 +236,13 @@ class CudaEngine:
         host = self.transport.host
         if host is None:
             raise ArgumentError(
-                "inter='host' sends codes from host memory, and this communicator was made without a way to do that; "
+                "inter='host' sends codes from host memory, which this communicator has no transport for; "
                 'make it over MPI: by qccl.init() under mpiexec, or Communicator.from_mpi(comm, backend="cuda")'
             )
         if not host.is_threaded:
             raise ArgumentError(
-                "inter='host' needs an MPI library that several threads may use at once (MPI_THREAD_MULTIPLE), and "
-                "here it was initialised for less; leave inter out, or mpi4py.rc.thread_level as it is"
+                "inter='host' needs MPI_THREAD_MULTIPLE, and MPI was initialised for less; leave inter out, or leave "
+                "mpi4py.rc.thread_level at its default"
             )
         if self._proxy is None:
             with translated, on_device(self.device.number):
@@ -270,11 +270,11 @@ class CudaEngine:
                 self._enqueuing.release()
 
     def retire(self, error: QcclError) -> None:
-        """Same as fail(): no transport of device memory makes another group."""
+        """Do fail(): no transport of device memory makes another group."""
         self.fail(error)
 
     def recover(self) -> None:
-        """Nothing: a ``with`` releases each lock, also where a handler of a signal raises."""
+        """Do nothing: a ``with`` releases each lock, also if a signal handler raises."""
 
     def close(self, timeout: float) -> None:
         """Wait until no run is pending (at most ``timeout`` seconds), and leave. Idempotent."""
@@ -282,7 +282,7 @@ class CudaEngine:
             return
         deadline = Deadline(timeout)
         if self.end.failure is None:
-            with contextlib.suppress(QcclError):  # the runs that failed have it
+            with contextlib.suppress(QcclError):  # the failed runs have the error
                 self._wait_for_runs(deadline)
         self.end.close()
         if self._proxy is not None:
@@ -290,15 +290,15 @@ class CudaEngine:
         self._watchdog.wake()
         self._watchdog.join(_GRACE_SECONDS)
         self._pending.callbacks.join(_GRACE_SECONDS)
-        if self.end.failure is None:  # otherwise the device may still use it
+        if self.end.failure is None:  # after a failure the device may still use the transport
             self._workspace.release()
         self.end.has_left = True
         _live.discard(self)
 
     def leave(self) -> None:
-        """At the end of the process: as close(), and release the transport.
+        """At the end of the process: wait for pending runs, and release the transport.
 
-        NCCL may never return from that. So the watchdog's thread does it, which the process need not wait for.
+        NCCL may never return from the release, so the watchdog's thread does it: the process need not wait for it.
         """
         self._releases = True
         self.close(_EXIT_SECONDS)
@@ -323,7 +323,7 @@ class CudaEngine:
         return not self.end.is_over
 
     def has_pending_runs(self) -> bool:
-        """Whether a run has not ended on its streams. The watchdog keeps the engine for as long."""
+        """Whether a run has not ended on its streams. Until then the watchdog keeps the engine alive."""
         return bool(self._pending)
 
     def on_watchdog_end(self) -> None:

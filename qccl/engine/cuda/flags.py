@@ -1,8 +1,8 @@
-"""The words in pinned memory through which the device and the host tell each other how the runs of an engine go.
+"""Flags in pinned memory by which the device and the host tell each other how far the runs of an engine are.
 
 The first and the last kernel of every run store its number (kernels/cuda/run.h), so the host learns that runs begin and
-end without a call into CUDA. Such calls can block: while another thread waits in a launch for room in a full queue, or,
-those of CuPy that keep the interpreter, until that thread goes on. A watchdog that waits there reaches no deadline.
+end without a call into CUDA. Calls into CUDA can block while another thread waits in a launch for room in a full queue,
+and calls of CuPy that keep the interpreter can block until that thread goes on. A blocked watchdog checks no deadlines.
 
 After a failure the host sets the first word, and then every run that ends fills its results with NaN.
 """
@@ -22,10 +22,10 @@ _NBYTES = 12
 
 
 class RunFlags:
-    """The words of one engine. Runs have consecutive numbers from 1 on, which wrap around after 32 bits.
+    """The flags of one engine. Runs have consecutive numbers from 1 on, which wrap around after 32 bits.
 
     Attributes:
-        address: on the host and on the device.
+        address: the flags' address, the same on the host and on the device.
     """
 
     def __init__(self) -> None:

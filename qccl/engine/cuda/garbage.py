@@ -1,9 +1,8 @@
 """A thread that frees what may block: NCCL's communicators, streams, events, and arrays of ended calls.
 
-NCCL and CUDA may wait in such calls until the GPU has ended its work. Python's collector of garbage runs in whichever
-thread makes an object, also in the watchdog of another communicator. That one would then not end a call that hangs, and
-for which the freeing waits. So whoever finds that nothing refers to an object any more only passes it on to this
-thread.
+NCCL and CUDA may wait in such calls until the GPU has ended its work. Python's garbage collector runs in whichever
+thread makes an object, also in the watchdog of another communicator. If it freed there, and waited for a call that
+hangs, the watchdog could not end that call. So finalizers only pass objects on to this thread.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["Garbage"]
 
 
 class Garbage:
-    """What the thread frees of one GPU. Make it while the GPU's owner lives: the libraries may be gone later."""
+    """Frees the objects of one GPU on the thread. Make it early: when objects are freed, the libraries may be gone."""
 
     def __init__(self, device: int) -> None:
         self._device, self._gpu = device, cuda_libraries()
@@ -35,7 +34,7 @@ class Garbage:
     def drop_with(self, owner: object, *lists: list[Any]) -> None:
         """When nothing refers to ``owner`` any more, empty the lists. They must not refer to ``owner``.
 
-        Where the process ends before, nothing is done.
+        If the process ends before, nothing is done.
         """
         weakref.finalize(owner, self.later, _clear, *lists).atexit = False
 
@@ -46,7 +45,7 @@ class Garbage:
         driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
 
 
-#: the collector of garbage may put something into it at any moment
+#: a SimpleQueue, because the garbage collector may put an item into it at any moment, also inside put()
 _queue: SimpleQueue[tuple[Garbage, Callable[..., object], tuple[Any, ...]]] = SimpleQueue()
 _starting = threading.Lock()
 _thread: threading.Thread | None = None
@@ -68,7 +67,7 @@ def _clear(*lists: list[Any]) -> None:
 def _work() -> None:
     while True:
         garbage, function, arguments = _queue.get()
-        with contextlib.suppress(Exception):  # nobody can do anything about it
+        with contextlib.suppress(Exception):  # there is nobody to tell
             garbage.make_current()
             function(*arguments)
-        del garbage, function, arguments  # while the thread waits it must keep nothing
+        del garbage, function, arguments  # keep no object alive while the thread waits

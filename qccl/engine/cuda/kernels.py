@@ -16,16 +16,15 @@ __all__ = ["kernels"]
 
 _COMPILERS = 16
 
-#: by device, name and further options
+#: the functions, by device, name and further options
 _kernels: dict[tuple[int, str, tuple[str, ...]], Any] = {}
 
 
 def kernels(device: int, names: Iterable[str], *more: str) -> dict[str, int]:
     """Kernels by their names in cuda_source: functions for a GPU, which must be the thread's current one.
 
-    ``more`` are further options of NVRTC.
-
-    Not by CuPy's RawModule: it adds -ftz=true, and bytes would not be the host's.
+    ``more`` are further options of NVRTC. CuPy's RawModule is not used: it adds -ftz=true, which gives other bytes than
+    the host's.
     """
     names = tuple(dict.fromkeys(names))
     new = [name for name in names if (device, name, more) not in _kernels]
@@ -47,7 +46,7 @@ def kernels(device: int, names: Iterable[str], *more: str) -> dict[str, int]:
 
 
 def _compiled(name: str, more: tuple[str, ...]) -> tuple[bytes, str]:
-    """The binary of a kernel for the current GPU, and its name there."""
+    """Compile a kernel for the current GPU. Returns its binary and its name there."""
     cupy = cuda_libraries().cupy
     code, options = cuda_source.source([name])
     options += more

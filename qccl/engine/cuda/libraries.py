@@ -1,4 +1,4 @@
-"""CUDA as CuPy and cuda-python give it: loaded here and nowhere else, or refused with all that is missing.
+"""CUDA's libraries, by CuPy and cuda-python: loaded here and nowhere else, or refused with all that is missing.
 
 ``import qccl`` does not load this module. Every other module that needs a GPU starts with cuda_libraries(), so that a
 machine without one gets the same clear error from each.
@@ -38,12 +38,12 @@ HOST_TO_DEVICE, DEVICE_TO_HOST, ON_DEVICE = 1, 2, 3
 #: behind the kernels of a backward pass; and a transfer that can start goes first
 COMPUTE_PRIORITY, TRANSFER_PRIORITY = -1, -2
 
-#: status of an event or a stream that has work left
+#: CUDA_ERROR_NOT_READY, the status of an event or a stream that has work left
 NOT_READY = 600
 _NCCL_REMOTE_ERROR = 6
 #: with 1, NCCL orders the work of different communicators on a GPU as the program issues it (from NCCL 2.26 on)
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-#: what CuPy raises as KeyError: NCCL's ncclInProgress and ncclTimeout
+#: arguments of the KeyErrors that CuPy raises for ncclInProgress and ncclTimeout, which it does not know
 _NAMELESS = ((7,), (8,))
 
 #: CUDA's errors Unsupported, Invalidated and Implicit of a stream capture, and what to do about them
@@ -68,7 +68,7 @@ class Gpu(NamedTuple):
 
 @cache
 def cuda_libraries() -> Gpu:
-    """The libraries. Raises EngineError that names everything that is missing."""
+    """Load the libraries. Raises EngineError that names everything that is missing."""
     lacking = missing()
     if lacking:
         raise EngineError(f"the CUDA backend cannot be used here: {'; '.join(lacking)}")
@@ -80,11 +80,11 @@ def cuda_libraries() -> Gpu:
 
 
 def missing() -> list[str]:
-    """What keeps this machine from using CUDA, a sentence each; nothing where it can be used."""
+    """List the reasons why this machine cannot use CUDA, a sentence each."""
     lacking = []
     try:
         import cupy
-    except Exception as error:  # also what a half-installed CuPy raises
+    except Exception as error:  # a half-installed CuPy raises other exceptions than ImportError
         return [f"CuPy cannot be imported ({_reason(error)}); install qccl[cuda12] or qccl[cuda13]"]
     if tuple(map(int, cupy.__version__.split(".")[:2])) < CUPY_VERSION:
         lacking.append(f"CuPy is {cupy.__version__}, and {'.'.join(map(str, CUPY_VERSION))} or newer is needed")
@@ -104,7 +104,7 @@ def missing() -> list[str]:
 
 
 def _reason(error: Exception) -> str:
-    """The line of an error that names the library's own error, or the first one: CuPy raises pages of advice."""
+    """The line of an error that names the library's own error, or the first line: CuPy raises pages of advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip("= ")]
     named = [line for line in lines if "Error" in line]
     return (named[-1:] or lines[:1] or [type(error).__name__])[0]
@@ -200,19 +200,19 @@ def device_names() -> list[str]:
 
 
 def hardware_of(device: int) -> str:
-    """What the times of calls depend on: the name of a GPU, and the version of NCCL."""
+    """The hardware and software that calls' times depend on: the name of a GPU, and the version of NCCL."""
     return f"{cuda_libraries().runtime.getDeviceProperties(device)['name'].decode()}, NCCL {nccl_version()}"
 
 
 def device_count() -> int:
-    """The number of GPUs that can be used; 0 where CUDA cannot be."""
+    """The number of GPUs that can be used; 0 if CUDA cannot be used."""
     return 0 if missing() else int(cuda_libraries().runtime.getDeviceCount())
 
 
 def pick_device(device: int | None, local_rank: int | None) -> int:
-    """The GPU of this rank: ``device``, or the one with the number of the rank on its machine, or the current one.
+    """The GPU of this rank: ``device``, or the GPU with the number of the rank on its machine, or the current GPU.
 
-    Where only one can be seen (as when a launcher gives each rank its own), that. Raises ArgumentError, EngineError.
+    If a launcher shows each rank only its own GPU, this one is taken. Raises ArgumentError, EngineError.
     """
     runtime = cuda_libraries().runtime
     count = runtime.getDeviceCount()
@@ -234,10 +234,10 @@ def pick_device(device: int | None, local_rank: int | None) -> int:
 
 @contextmanager
 def on_device(device: int) -> Iterator[None]:
-    """Make ``device`` the thread's current one, as every call that concerns it needs, then its context from before.
+    """Make ``device`` the thread's current GPU, as its calls need, and afterwards restore the thread's context.
 
-    Not by setDevice() back to the device from before: a thread that has made no call has GPU 0 and no context there,
-    and setDevice() would make one, of 534 MiB on an H100 for each rank of the machine.
+    It restores the context, not the device: in a thread without a context setDevice(0) would make one, which takes
+    534 MiB on an H100 for each rank of the machine.
     """
     gpu = cuda_libraries()
     runtime, driver = gpu.runtime, gpu.bindings
@@ -254,7 +254,7 @@ def on_device(device: int) -> Iterator[None]:
 
 
 def as_qccl_error(error: BaseException) -> QcclError | None:
-    """An exception of CuPy as one of qccl's, with the library's text and code; None where it is not CuPy's."""
+    """Turn an exception of CuPy into one of qccl's, with the library's text and code; None for other exceptions."""
     gpu = cuda_libraries()
     if isinstance(error, KeyError) and error.args in _NAMELESS:
         return EngineError(f"NCCL failed with code {error.args[0]}, which CuPy has no name for", error.args[0])
@@ -299,7 +299,7 @@ def raise_translated(error: BaseException) -> NoReturn:
 
 
 class _Translated:
-    """Raises exceptions of CuPy as qccl's. Not a generator, with which entering it would take three times as long."""
+    """Raises exceptions of CuPy as qccl's. A class, because entering a generator would take three times as long."""
 
     def __enter__(self) -> None:
         pass
@@ -328,14 +328,14 @@ def event_status(event: int) -> int:
 
 
 def stream_status(stream: int) -> int:
-    """0, NOT_READY or the error of a stream's work, as event_status()."""
+    """0, NOT_READY or the error of a stream's work. Other threads can run, and captures stay intact."""
     with relaxed() as driver:
         return int(driver.cuStreamQuery(stream)[0])
 
 
 @contextmanager
 def relaxed() -> Iterator[Any]:
-    """The driver module, with this thread in the capture mode in which no call can end a capture of another thread."""
+    """Yield the driver module, with this thread in the mode in which its calls cannot end another thread's capture."""
     driver = cuda_libraries().bindings
     mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     _, before = driver.cuThreadExchangeStreamCaptureMode(mode)
@@ -346,12 +346,10 @@ def relaxed() -> Iterator[Any]:
 
 
 def bounded(device: int | None, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
-    """``fn()``, which may block for ever, on a thread of its own, with ``device`` as the current one unless it is None.
+    """Call ``fn``, which may block for ever, on a thread of its own, with ``device`` as the current GPU unless None.
 
-    Raises CollectiveTimeout when it takes too long.
-
-    The thread is then left behind: nothing else can be done about a library that has no timeout. Where the interpreter
-    is ending and starts no threads any more, the caller itself has to wait.
+    Raises CollectiveTimeout when it takes too long. The thread is then left behind: nothing else can be done about a
+    library that has no timeout. When the interpreter is ending and starts no threads, the caller itself calls ``fn``.
     """
     outcome: list[tuple[_T | None, BaseException | None]] = []
 

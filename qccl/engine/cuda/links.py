@@ -23,7 +23,7 @@ _PCI_INFO_NBYTES, _BUS_ID_START = 68, 36
 
 
 def describe(device: int) -> str:
-    """Words: the GPU's bus id, the NUMA node of its socket (-1: unknown), and the bus ids that it has NVLink to."""
+    """Describe a GPU: its bus id, the NUMA node of its socket (-1: unknown), and the bus ids that it has NVLink to."""
     bus_id = _short(cuda_libraries().runtime.deviceGetPCIBusId(device))
     try:
         numa_node = int((_PCI_DEVICES / bus_id / "numa_node").read_text())
@@ -33,7 +33,7 @@ def describe(device: int) -> str:
 
 
 def common_link(machines: Sequence[str], described: Sequence[str]) -> str:
-    """The slowest link between two ranks, a key of chunks.GPU; ``machines`` has what machine() says of each rank."""
+    """The slowest link between two ranks, a key of chunks.GPU; ``machines`` has each rank's machine()."""
     if len(set(machines)) > 1:
         return "network"
     gpus = [each.split() for each in described]
@@ -41,7 +41,7 @@ def common_link(machines: Sequence[str], described: Sequence[str]) -> str:
 
 
 def halves(described: Sequence[str]) -> tuple[int, ...]:
-    """The number of each rank's half of a machine, 0 or 1, where two sockets have as many ranks; otherwise nothing."""
+    """Each rank's half of a machine, 0 or 1, if two sockets have equally many ranks; otherwise an empty tuple."""
     sockets = [each.split()[1] for each in described]
     first, *others = dict.fromkeys(sockets)
     if len(others) != 1 or "-1" in sockets or sockets.count(first) * 2 != len(sockets) or len(sockets) < 4:
@@ -50,17 +50,17 @@ def halves(described: Sequence[str]) -> tuple[int, ...]:
 
 
 def _short(bus_id: str) -> str:
-    """A bus id as Linux writes it: NVML has 8 digits of the domain, CUDA 4, both in capitals."""
+    """Write a bus id like Linux: NVML has 8 digits of the domain, CUDA 4, both in capitals."""
     return bus_id[-len("0000:00:00.0") :].lower()
 
 
 def _nvml() -> Any:
-    """The driver's library that NCCL asks, too. It has all GPUs, whatever CUDA_VISIBLE_DEVICES says."""
+    """NVML, the driver's library that NCCL also uses. It ignores CUDA_VISIBLE_DEVICES, and shows all GPUs."""
     return ctypes.CDLL("libnvidia-ml.so.1")
 
 
 def _over_nvlink(bus_id: str) -> list[str]:
-    """The bus ids of the GPUs that this one has NVLink to, also through switches; none where NVML does not know."""
+    """The bus ids of the GPUs that this one has NVLink to, also through switches, as far as NVML knows."""
     gpus: dict[str, ctypes.c_void_p] = {}
     count, status = ctypes.c_uint(), ctypes.c_int()
     try:

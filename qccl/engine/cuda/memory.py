@@ -1,9 +1,9 @@
-"""What the caller holds on a GPU: addresses checked with the driver, and the streams that the data belongs to.
+"""The caller's memory on a GPU: addresses checked with the driver, and the streams that order its data.
 
-An array tells where it is by ``__dlpack__`` or ``__cuda_array_interface__``; nothing is copied. The stream of a call is
-the one the caller names, or else the current stream of the library that made the array: torch and CuPy are asked; an
-array interface of version 3 says so itself; of any other array all that is known is that its library will order its
-work before a stream that it is given, and then that is CUDA's legacy default stream.
+An array gives its address by ``__dlpack__`` or ``__cuda_array_interface__``; nothing is copied. The stream of a call is
+the stream that the caller names, or else the current stream of the library that made the array: torch and CuPy are
+asked, and an array interface of version 3 names its stream. Other libraries only order their work before a stream that
+they are given; they are given CUDA's legacy default stream.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ __all__ = ["CudaMemory"]
 #: DLPack's device types
 _CUDA, _CUDA_MANAGED = 2, 13
 _DEVICES = {1: "host memory", 3: "pinned host memory", 10: "ROCm memory"}
-#: streams as numbers: 0 and 1 are both the legacy default stream, and DLPack knows only the 1
+#: the legacy default stream in DLPack, which forbids CUDA's other number for it, 0
 _LEGACY = 1
 _NO_ORDER = -1
-#: of NONFINITE_KERNEL: the index if all elements are finite, and the most blocks
+#: NONFINITE_KERNEL's index if all elements are finite, and its most blocks
 _NONE, _SCAN_BLOCKS = 2**64 - 1, 1024
-#: allocations whose pointers were checked and are remembered
+#: the most allocations that are remembered as checked
 _CHECKED = 1024
 _ELEMENTS = {"<f4": "float32", "<f2": "float16", "<u2": "uint16"}
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What __cuda_array_interface__ says, in the words of _host.View."""
+    """The contents of __cuda_array_interface__, with the attributes of _host.View."""
 
     address: int
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class CudaMemory:
         return _host.CallTable(Codec, _view, self._is_known)
 
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
-        """An array on this rank's GPU, by DLPack or by ``__cuda_array_interface__``.
+        """Find an array on this rank's GPU, by DLPack or by ``__cuda_array_interface__``.
 
         The latter does not name the GPU, so the driver is asked.
         """
@@ -97,7 +97,7 @@ class CudaMemory:
         return values
 
     def from_pointer(self, pointer: Pointer, count: int, dtype: DType, *, writable: bool, what: str) -> Values:
-        """An address that the driver knows to be memory of this rank's GPU."""
+        """Check by the driver that an address is memory of this rank's GPU."""
         address = check_pointer(pointer, count, dtype, what)
         if count:
             self._check_memory(address, count * dtype.itemsize, what)
@@ -109,7 +109,7 @@ class CudaMemory:
             check_unmoved(each)
 
     def recheck(self, tensors: Iterable[tuple[int, Values]], arrays: Sequence[Any], *, hold: bool) -> list[Any]:
-        """As in Memory; a tensor of a GPU can still be resized."""
+        """See Memory. A tensor of a GPU can still be resized."""
         owners = []
         for number, values in tensors:
             check_values(arrays[number], values.what)
@@ -117,7 +117,7 @@ class CudaMemory:
         return owners
 
     def streams(self, stream: Any, arrays: Iterable[Any]) -> tuple[int, ...]:
-        """The call's stream, then the current streams of the libraries that made the arrays, where those are others."""
+        """The call's stream, then the other current streams of the libraries that made the arrays."""
         arrays = [array for array in arrays if array is not None and not isinstance(array, int)]
         own, by_type = [], dict[type, int]()
         for array in arrays:
@@ -135,7 +135,7 @@ class CudaMemory:
         return (call, *(s for s in dict.fromkeys(known) if (s or _LEGACY) != (call or _LEGACY)))
 
     def is_capturing(self, stream: Any) -> bool:
-        """As in Memory; CuPy and torch are asked for their current streams."""
+        """See Memory. CuPy and torch are asked for their current streams."""
         gpu = cuda_libraries()
         found = {_number(stream)} if stream is not None else {int(gpu.cupy.cuda.get_current_stream(self.device).ptr)}
         torch = sys.modules.get("torch")
@@ -145,7 +145,7 @@ class CudaMemory:
             return any(gpu.runtime.streamIsCapturing(each) for each in found - {0, _LEGACY})
 
     def first_nonfinite(self, values: Values) -> int | None:
-        """Computed on the GPU, by a kernel of qccl's: those that CuPy compiles need the headers of CUDA's toolkit."""
+        """Search on the GPU, by a kernel of qccl's: kernels of CuPy need the headers of CUDA's toolkit."""
         if values.count == 0:
             return None
         gpu, first = cuda_libraries(), ctypes.c_uint64(_NONE)
@@ -176,9 +176,9 @@ class CudaMemory:
             raise self._elsewhere(what, view.device_id)
 
     def _is_known(self, address: int, nbytes: int, writes: bool) -> bool:
-        """Whether _check_memory() has allowed an address, and the allocation still lives: no later one has its number.
+        """Whether _check_memory() has allowed an address whose allocation still lives.
 
-        The driver knows the number as BUFFER_ID.
+        The driver's BUFFER_ID tells: no later allocation gets the same one.
         """
         if (checked := self._checked.get(address)) is None or address + nbytes > checked[0]:
             return False
@@ -208,15 +208,14 @@ class CudaMemory:
         kind, device, managed, start, size, number = (int(each) for each in found)
         if kind != int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE) and not managed:
             raise InvalidBufferError(
-                f"{what} {address:#x} is host memory, or no memory that CUDA knows; this communicator works on GPU "
-                f"{self.device}"
+                f"{what} {address:#x} is host memory, or unknown to CUDA; this communicator works on GPU {self.device}"
             )
         if device != self.device and not managed:
             raise self._elsewhere(what, device)
         if size and not start <= address <= address + nbytes <= start + size:
             raise InvalidBufferError(
-                f"{what}: {nbytes} bytes from {address:#x} were announced, but the allocation is the {size} bytes from "
-                f"{start:#x}"
+                f"{what}: the call uses {nbytes} bytes from {address:#x}, but the allocation has {size} bytes from "
+                f"{start:#x}; pass a smaller count or another pointer"
             )
         if size and number:
             if len(self._checked) >= _CHECKED:
@@ -230,9 +229,9 @@ class CudaMemory:
 
 
 def _view(array: Any) -> _host.View | None:
-    """The memory of an array; None without ``__dlpack__``. The address alone is wanted; order comes with each call.
+    """The memory of an array, or None without ``__dlpack__``, without an order of streams: each call orders them.
 
-    Not every library knows the stream that means "no order" (JAX takes it for one): those are told the default stream.
+    Libraries that do not know the stream -1, "no order", are told the default stream; JAX would take -1 for a stream.
     """
     if not hasattr(array, "__dlpack__"):
         return None
@@ -240,7 +239,7 @@ def _view(array: Any) -> _host.View | None:
 
 
 def _export(array: Any, stream: int) -> _host.View:
-    """The memory of an array, whose library puts its work so far before ``stream``, a number as DLPack counts."""
+    """The memory of an array. Its library orders its work so far before ``stream``, one of DLPack's numbers."""
     return _host.describe(array, stream)
 
 
@@ -253,13 +252,13 @@ def _by_interface(array: Any) -> tuple[_View | None, str]:
         return None, "it has a mask"
     shape, typestr = tuple(interface["shape"]), interface["typestr"]
     address, readonly = interface["data"]
-    strides = interface.get("strides") if typestr in _ELEMENTS else None  # other types are refused by their names
+    strides = interface.get("strides") if typestr in _ELEMENTS else None  # other types are refused later
     if strides is None:
         elements = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     else:
         itemsize = int(typestr[2:])
-        if any(stride % itemsize for stride in strides):  # as of a field of a packed structure
-            return None, f"its strides, {strides} bytes, are no multiples of the {itemsize} bytes of an element"
+        if any(stride % itemsize for stride in strides):  # for example a field of a packed structure
+            return None, f"its strides, {strides} bytes, are not multiples of the {itemsize} bytes of an element"
         elements = tuple(stride // itemsize for stride in strides)
     return _View(address, shape, elements, _ELEMENTS.get(typestr, typestr), readonly), ""
 
@@ -269,7 +268,7 @@ def _is_cupy(array: Any) -> bool:
 
 
 def _current_stream(array: Any, device: int) -> int | None:
-    """The current stream of the library that made ``array``; None where it does not say."""
+    """The current stream of the library that made ``array``, or None if the library does not say."""
     if is_tensor(array):
         return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
     if _is_cupy(array):
@@ -284,7 +283,7 @@ def _current_stream(array: Any, device: int) -> int | None:
 
 
 def _number(stream: Any) -> int:
-    """A stream as a number, from a number or an object with __cuda_stream__ (or torch's cuda_stream, CuPy's ptr)."""
+    """The number of a stream, from a number or an object with __cuda_stream__ (or torch's cuda_stream, CuPy's ptr)."""
     if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
         return stream
     if hasattr(stream, "__cuda_stream__"):

@@ -6,9 +6,9 @@ of their own with a deadline, and a new communicator connects all its ranks at o
 streams, which the engine's watchdog watches.
 
 Two communicators on one GPU, such as a trainer's and this one, can wait for each other if their kernels start in
-different orders on different ranks. So beside PyTorch NCCL is told to start them in the order in which the program
-issues them. Elsewhere it is not: it would be so for the whole process, where NCCL then refuses launches by two threads
-at once, such as XLA's and Python's.
+different orders on different ranks. So in a process with PyTorch, NCCL is told to start kernels in the order in which
+the program issues them. Other processes keep NCCL's default, because with this order NCCL refuses launches by two
+threads at once, such as XLA's and Python's.
 
 All ranks must put the same work on a communicator in the same order. The transport's own collectives run on
 ``stream``, which is also the engine's communication stream.
@@ -49,7 +49,7 @@ from qccl.transports.base import ApiCall, DeviceTransfer, DeviceTransport, Trans
 
 __all__ = ["NcclTransport", "agreed_id", "get_unique_id"]
 
-#: bytes of a group's id, and of what a rank says before there is one: the id, or a reason
+#: bytes of a group's id, and of the note in which a rank sends it, or its reason why it cannot take part
 _ID_NBYTES, _NOTE_NBYTES = 128, 1024
 #: how long a rank waits for ncclCommAbort, and for ncclCommDestroy
 _ABORT_SECONDS = _DESTROY_SECONDS = 5.0
@@ -144,7 +144,7 @@ class NcclTransport(DeviceTransport):
         try:
             device, found = given.device_id(), (given.rank_id(), given.size())
         except Exception as error:
-            raise as_qccl_error(error) or ArgumentError(f"{comm!r} is no NCCL communicator ({error})") from error
+            raise as_qccl_error(error) or ArgumentError(f"{comm!r} is not an NCCL communicator ({error})") from error
         if found != (rank, size):
             raise ArgumentError(
                 f"rank {rank} of {size} was given, but the communicator says rank {found[0]} of {found[1]}"
@@ -181,7 +181,7 @@ class NcclTransport(DeviceTransport):
         return [(_grouped, (calls,))]
 
     def check(self) -> None:
-        """Raise the asynchronous error of its NCCL communicator, unless it was aborted here."""
+        """Raise the NCCL communicator's asynchronous error, unless this rank has aborted it."""
         try:
             with self._asking:
                 if not self._gone:
@@ -193,7 +193,7 @@ class NcclTransport(DeviceTransport):
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
-        """Over the GPUs, in two rounds: the lengths of the items, then the items, padded to the longest."""
+        """Gather over the GPUs in two rounds: the lengths of the items, then the items, padded to the longest."""
         self._check_alive()
         deadline = Deadline(timeout)
         try:
@@ -205,7 +205,7 @@ class NcclTransport(DeviceTransport):
         return [each[:length] for each, length in zip(items, lengths, strict=True)]
 
     def split(self, color: int | None, key: int, timeout: float) -> NcclTransport | None:
-        """By ncclCommSplit, for the host transport, too. Raises CollectiveTimeout if a rank does not take part."""
+        """Split by ncclCommSplit; also split the host transport. Raises CollectiveTimeout if a rank is missing."""
         groups = split_groups(self, color, key, timeout)
         arguments = (-1, 0) if color is None else (sorted(groups).index(color), groups[color].index(self.rank))
         comm = set_up(self.device, timeout, "the split", lambda: self.comm.commSplit(*arguments))
@@ -217,7 +217,7 @@ class NcclTransport(DeviceTransport):
         return made
 
     def abort(self, reason: str) -> None:
-        """End the transfers under way on the device. The other ranks notice it, at the latest by their deadlines.
+        """End the transfers under way on the device. The other ranks notice it at their deadlines, or earlier.
 
         NCCL ends the transfers at once, but its call returns only when all CUDA graphs with transfers of this
         communicator are deleted.
@@ -232,8 +232,8 @@ class NcclTransport(DeviceTransport):
     def close(self) -> None:
         """Release the communicator.
 
-        NCCL waits until all ranks of the machine come, and until all CUDA graphs with its transfers are deleted. After
-        5 s its thread is left to that: to abort the communicator, too, would free it twice.
+        NCCL waits until all ranks of the machine release it, and until all CUDA graphs with its transfers are deleted.
+        After 5 s the thread is left waiting: an abort in addition would free the communicator twice.
         """
         if not self._leave():
             return
@@ -289,7 +289,7 @@ class NcclTransport(DeviceTransport):
         """Wait until the stream has done all its work."""
         cuda_libraries().runtime.eventRecord(self._event.ptr, self.stream)
         wait_for(self._event.ptr, deadline, "a collective of the set-up", self.check)
-        self._check_alive()  # aborted work counts as done, too
+        self._check_alive()  # CUDA counts aborted work as done
 
     def _raise(self, error: Exception) -> NoReturn:
         """Raise a library's error as one of qccl's, with NCCL's own text about its last error."""
@@ -311,7 +311,7 @@ def _grouped(calls: Sequence[ApiCall]) -> None:
 
 
 def get_unique_id() -> bytes:
-    """A new group's id: 128 bytes. One rank makes it and sends it to the others; all give it to Communicator().
+    """Make a new group's id: 128 bytes. One rank makes it and sends it to the others; all give it to Communicator().
 
     Raises EngineError, with NCCL's reason, for example if it finds no network interface.
     """
@@ -325,10 +325,10 @@ def get_unique_id() -> bytes:
 
 
 def agreed_id(rank: int, gather: Callable[[bytes], Sequence[bytes]], reason: str = "") -> bytes:
-    """Collective: a new group's id, which rank 0 makes. No rank waits for one that cannot take part.
+    """Collective: rank 0 makes a new group's id, which all ranks return.
 
-    ``gather`` returns the notes of all ranks, or of rank 0 alone; all notes have one length. ``reason`` says why this
-    rank cannot take part, if so. Then, and if rank 0 can make no id, all raise EngineError.
+    ``gather`` returns the notes of all ranks, or of rank 0 alone; all notes have equal lengths. ``reason`` says why
+    this rank cannot take part. If a rank has a reason, or rank 0 can make no id, all ranks raise EngineError.
     """
     found, own = b"", None
     if rank == 0 and not reason:
@@ -347,7 +347,7 @@ def agreed_id(rank: int, gather: Callable[[bytes], Sequence[bytes]], reason: str
 
 
 def _broadcast_note(comm: Any, note: bytes, device: int, timeout: float) -> bytes:
-    """The note of rank 0, which must have the same length on all ranks."""
+    """Broadcast the note of rank 0; all ranks give notes of equal lengths."""
     gpu, nbytes = cuda_libraries(), len(note)
 
     def broadcast() -> bytes:

@@ -19,7 +19,7 @@ __all__ = ["UINT8", "BareCommunicator", "call", "last_error", "library", "set_up
 #: ncclUint8, an ncclDataType_t
 UINT8 = 1
 _T = TypeVar("_T")
-#: what to do, by what NCCL says
+#: words in NCCL's errors, with advice
 _HINTS = (
     (
         r"/dev/shm|shared memory",
@@ -38,13 +38,13 @@ _HINTS = (
 
 
 def library() -> Any:
-    """The NCCL library that CuPy's module needs, also where the process has loaded others (unless with RTLD_GLOBAL).
+    """The NCCL library that CuPy's module uses, even if the process has loaded others (unless with RTLD_GLOBAL).
 
     Raises EngineError if there is none.
     """
     module = sys.modules[cuda_libraries().nccl.NcclCommunicator.__module__]
     try:
-        return ctypes.CDLL(module.__file__)  # its functions are those of the libraries that it was linked with, too
+        return ctypes.CDLL(module.__file__)  # finds also the functions of the libraries that the module is linked with
     except OSError as error:
         raise EngineError(f"the NCCL library cannot be found ({error})") from error
 
@@ -73,7 +73,7 @@ def last_error() -> str:
 
 
 def with_reason(error: QcclError) -> QcclError:
-    """An error of NCCL's with its own text about it, and what to do about frequent ones."""
+    """Add to an error of NCCL's the library's own text, and advice if the error is a frequent one."""
     last = last_error()
     if not last or last in str(error):
         return error
@@ -83,7 +83,7 @@ def with_reason(error: QcclError) -> QcclError:
 
 
 def set_up(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
-    """A step of a communicator's set-up: bounded(), whose error has NCCL's reason."""
+    """Run a step of a communicator's set-up by bounded(), and add NCCL's reason to its error."""
     try:
         return bounded(device, timeout, what, fn)
     except (EngineError, PeerLost) as error:
@@ -91,11 +91,11 @@ def set_up(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
 
 
 class BareCommunicator:
-    """An ncclComm_t as an integer, with those methods of CuPy's NcclCommunicator by which ranks can agree on an id."""
+    """An ncclComm_t as an integer, with the methods of CuPy's NcclCommunicator by which ranks agree on an id."""
 
     def __init__(self, pointer: int) -> None:
         if pointer <= 0:
-            raise ArgumentError(f"{pointer} is no pointer to an NCCL communicator")
+            raise ArgumentError(f"{pointer} is not a pointer to an NCCL communicator")
         self._pointer = ctypes.c_void_p(pointer)
 
     def rank_id(self) -> int:

@@ -35,7 +35,7 @@ from qccl.transports.base import ApiCall, DeviceTransfer, DeviceTransport
 __all__ = ["CudaProgram"]
 
 _ALIGNMENT = 256
-#: what an NCCL group adds to its stream: at most three waits, a kernel and an event (enqueue.cc of NCCL 2.30)
+#: entries that an NCCL group makes in its stream's queue: at most three waits, a kernel and an event (enqueue.cc, 2.30)
 _GROUP_ENTRIES = 5
 _END_KERNELS = (cuda_source.BEGIN_KERNEL, cuda_source.END_KERNEL)
 
@@ -43,11 +43,11 @@ _END_KERNELS = (cuda_source.BEGIN_KERNEL, cuda_source.END_KERNEL)
 class CudaProgram:
     """A compiled schedule. It may be started again while it runs.
 
-    Its tables, which outlive a run, are its own; its work buffers and scratch are in the communicator's workspace.
+    The program owns its tables, which outlive a run; its work buffers and scratch are in the communicator's workspace.
 
     Attributes:
-        workspace_nbytes: bytes of its own memory, on the device and pinned.
-        callers: the buffers whose addresses each run is given, by name.
+        workspace_nbytes: bytes of the program's own memory, on the device and pinned.
+        callers: the caller's buffers, by name; each run is given their addresses.
         users: always 0: streams order the runs.
     """
 
@@ -64,7 +64,7 @@ class CudaProgram:
     ) -> None:
         """``proxy`` moves the messages of transfers through host memory; schedules with staged peers need it.
 
-        ``counted``: where count_run() counts; None: nowhere.
+        ``counted``: the totals to which count_run() adds, or None.
         """
         self._device, self._transport = device, transport
         self._schedule = schedule
@@ -95,12 +95,12 @@ class CudaProgram:
             self.workspace_nbytes += self._staging.nbytes
 
     def count_run(self) -> None:
-        """A run is on its streams."""
+        """Count a run that is on its streams."""
         if self._counted is not None:
             self._counted.tally.add(self._counted.elements, *self._traffic)
 
     def label(self, schedule: Schedule) -> None:
-        """Nothing: the program keeps what traces need."""
+        """Do nothing: the program always keeps the labels."""
 
     def check_capture(self, *, traced: bool) -> None:
         """Raise ArgumentError if a run cannot be put into a graph."""
@@ -196,7 +196,7 @@ class CudaProgram:
         ]
 
     def _begin_calls(self, stream: int) -> list[ApiCall]:
-        """The first kernel, after those that write the addresses which launches do not pass into a table."""
+        """The first kernel, after kernels that write a table with the addresses which launches do not pass."""
         name, threads = cuda_source.ADDRESS_KERNEL, cuda_source.THREADS
         table = [self._call_of(name, threads, arguments, stream) for arguments in self._table_arguments]
         return [*table, self._call_of(cuda_source.BEGIN_KERNEL, 1, self._begin_arguments, stream)]
@@ -212,7 +212,7 @@ class CudaProgram:
     # -- a traced run ------------------------------------------------------------------------------------------------
 
     def _traced_calls(self, queues: Mapping[Queue, int], run: CudaRun, trace: list[TraceEvent]) -> list[ApiCall]:
-        """The same calls, with an event before and after each task; ``trace`` is filled when the run is done."""
+        """The calls of a run, with an event before and after each task; ``trace`` is filled when the run is done."""
         gpu = cuda_libraries()
         record, begin, now = gpu.runtime.eventRecord, gpu.cupy.cuda.Event(), time.perf_counter()
         calls: list[ApiCall] = [(record, (begin.ptr, queues[HOME]))]
@@ -264,7 +264,7 @@ class CudaProgram:
         return kernels(self._device.number, names, *many)
 
     def _buffer_ref(self, span: Span) -> tuple[int, int]:
-        """Buffer number and byte offset."""
+        """The buffer's number and the byte offset of a span."""
         return self._addresses.numbers[span.buffer], span.start * self._schedule.buffers[span.buffer].itemsize
 
     def _address(self, span: Span) -> int:
@@ -335,12 +335,12 @@ class CudaProgram:
 
 
 class _Addresses:
-    """The addresses of named buffers: each launch passes those of the first, and a table on the device has the others.
+    """The addresses of named buffers: launches pass the first DIRECT_BUFFERS, and a table on the device has the rest.
 
     Attributes:
         words: the kernels' Memory argument.
-        numbers: the number of each buffer, by which kernels know it.
-        table_nbytes: size of the table; 0 if none is needed.
+        numbers: the number by which kernels know each buffer.
+        table_nbytes: size of the table; 0 without a table.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -371,7 +371,7 @@ class _Addresses:
 
 
 class _Prepared(NamedTuple):
-    """The launches of a task, each a function with its geometry, and its arguments; and memory to clear before them."""
+    """The launches of a task (each: function, geometry and arguments), and the memory to clear before them."""
 
     launches: list[tuple[tuple[int, ...], int]]
     scratch: int
@@ -379,7 +379,7 @@ class _Prepared(NamedTuple):
 
 
 class _Arena:
-    """Offsets of consecutive blocks of memory, and the initial contents of some."""
+    """Offsets of consecutive blocks of memory, and the initial contents of some blocks."""
 
     def __init__(self) -> None:
         self.nbytes = 0

@@ -6,8 +6,8 @@ another rank the proxy sets the first flag ("it has arrived") and the device the
 hold run numbers, so they are never reset. The proxy calls no function of CUDA, because another thread may be capturing,
 which forbids many of them.
 
-The proxy is the only user of its transport. Its thread moves messages in the order of begin(), for as long as there are
-any.
+The proxy is the only user of its transport. Its thread moves messages in the order of begin(), and ends when all have
+ended.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["HostProxy", "ProxyMessage", "TransferBatch"]
 #: how long a failing rank waits for the proxy's thread to release the transport
 _GRACE_SECONDS = 1.0
 _NAP_SECONDS = 1e-3
-#: tags are reused after so many calls
+#: calls after which tags are reused
 _TAGS = 4096
 _HALF = 1 << 31
 
 
 def reached(flag: int, number: int) -> bool:
-    """Whether a flag has reached a run number. Both wrap around after 32 bits, as in the device's comparison."""
+    """Whether a flag has reached a run number. Both wrap around after 32 bits; the device compares in the same way."""
     return (flag - number) % (1 << 32) < _HALF
 
 
@@ -43,7 +43,7 @@ class ProxyMessage:
     """A message that is sent or received in each run of a program.
 
     Attributes:
-        address, nbytes: of its memory.
+        address, nbytes: the memory of the message.
         gates: pairs (flag, back): the message starts when the flag has reached the run's number less ``back``.
         done: the flag that is set to the run's number when the message has ended.
     """
@@ -60,11 +60,11 @@ class TransferBatch:
     """The messages of one run.
 
     Attributes:
-        flags: by the numbers in the messages.
-        number: of the run among those of its program, from 1 on.
-        tag: differs between calls that may be under way at once.
-        deadline: the run's.
-        kept: the messages' memory, until all have ended.
+        flags: the flags, by the numbers in the messages.
+        number: the run's number among the runs of its program, from 1 on.
+        tag: the tag of the messages, which differs between calls that may be under way at once.
+        deadline: the run's deadline.
+        kept: the messages' memory, kept until all have ended.
         left: number of messages that have not ended.
     """
 
@@ -89,7 +89,7 @@ class TransferBatch:
         return all(reached(self.flags[flag], self.number - back) for flag, back in message.gates)
 
     def release(self) -> None:
-        """On failure: set all flags that the device waits for. Data that it then copies is discarded."""
+        """After a failure: set all flags that the device waits for. Data copied afterwards is discarded."""
         for message in self.messages:
             self.flags[message.done] = self.number % (1 << 32)
 
@@ -138,7 +138,7 @@ class HostProxy:
                 error = caught
         if error is not None:
             ours = gave_up(self.transport.rank, error)
-            self._on_failure(ours)  # before abort() releases the streams: their later work is discarded
+            self._on_failure(ours)  # before abort() releases the streams, so that their later work is discarded
             self.abort(str(ours))
         return True
 
@@ -173,7 +173,7 @@ class HostProxy:
         self._progress_thread.stop()
 
     def _advance(self, idle: int) -> bool:
-        """Start messages, and finish those that have ended; False if there were none."""
+        """Start messages whose gates are open, and finish ended ones. Returns False if there was nothing to do."""
         started = self._start(self._waiting[False]) + self._start(self._waiting[True])
         ended = self.transport.poll(idle=0 if started else idle)
         for token in ended:
@@ -190,7 +190,7 @@ class HostProxy:
         return False
 
     def _start(self, waiting: deque[tuple[TransferBatch, ProxyMessage]]) -> int:
-        """Post the messages of one direction whose gates are open, in their order; how many."""
+        """Post the messages of one direction whose gates are open, in their order. Returns how many were posted."""
         started = 0
         while waiting and waiting[0][0].may_start(waiting[0][1]):
             batch, message = waiting.popleft()

@@ -1,9 +1,8 @@
 """Memory of a GPU for measured calls, and CUDA's events as a clock (interface: engine.base.Rig).
 
 The memory comes from the driver, not from CuPy's pool, which would keep it after the measurement. The calls have a
-stream of their own, and an event before and after them tells the time: from the moment when the stream comes to the
-first call until it may go on after the last one. So the host's work for a call counts only where the GPU waits for it,
-as in a program that does not wait for each call.
+stream of their own, with an event before the first and after the last call to take the time. So the host's work for a
+call counts only if the GPU waits for it, as in a program that does not wait for each call.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from qccl.engine.cuda.workspace import RESERVED_NBYTES
 
 __all__ = ["CudaRig"]
 
-#: bytes, the first that the GPU has room for; other libraries may have taken nearly all of its memory
+#: sizes in bytes; the first that the GPU has room for is taken, as other libraries may hold nearly all of its memory
 _NBYTES = (64 << 20, 16 << 20, 4 << 20)
-#: of the workspace, which measured calls must not enlarge: the rest is for the kernels' scratch
+#: fraction of the workspace for the work buffers of measured calls; the kernels' scratch needs the rest
 _OF_WORKSPACE = 0.75
 #: cudaErrorMemoryAllocation
 _NO_ROOM = 2
@@ -36,12 +35,12 @@ _TO_MILLISECONDS = 1e3
 
 
 class CudaRig:
-    """A failure of a call is raised where the host waits for it."""
+    """Memory and clock for measured calls on a GPU; the host raises a call's failure when it waits for it."""
 
     work_nbytes: int | None = int(_OF_WORKSPACE * RESERVED_NBYTES)
 
     def __init__(self, device: Device, wait: Callable[[int], None]) -> None:
-        """``wait`` returns when the work of a stream has ended, within a deadline, and raises what failed.
+        """``wait`` waits until the work of a stream has ended, within a deadline, and raises failures.
 
         Raises EngineError if the GPU has no room.
         """
@@ -55,7 +54,7 @@ class CudaRig:
         self.streams: tuple[int, ...] = (int(self._stream.ptr),)
 
     def fill(self, values: bytes, start: int, stop: int) -> None:
-        """See Rig. Each copy on the GPU doubles what is there."""
+        """See Rig. Each copy on the GPU doubles the part that is filled."""
         copy, stream, at = cuda_libraries().runtime.memcpyAsync, self.streams[0], self.address + start
         source = ctypes.create_string_buffer(values, len(values))
         nbytes = stop - start

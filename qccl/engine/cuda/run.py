@@ -1,8 +1,8 @@
 """The runs of an engine on CUDA: which are pending, which have ended, and the failure that ends them all.
 
-The host knows of a run what flags in pinned memory (flags.py) say, at which the watchdog looks every 10 ms: the run is
-queued until its first kernel has run, and under way until its last one has. How far its transfers are only the GPU
-knows: NCCL tells nobody.
+Flags in pinned memory (flags.py) tell the host how far a run is, and the watchdog reads them every 10 ms: the run is
+queued until its first kernel has run, and under way until its last kernel has run. The progress of its transfers is
+unknown, because NCCL does not report it.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from qccl.observe.call_records import CallRecord, State
 
 __all__ = ["CudaRun", "PendingRuns"]
 
-#: entries of pending runs in the queues of their streams, which may be one of the hardware's: a launch into a full one
-#: blocks. It holds about 1,000, and some are the caller's
+#: most entries of pending runs in the queues of their streams, which may share a queue of the hardware. That queue has
+#: room for about 1,000 entries, some of them the caller's, and a launch blocks while it is full
 _QUEUE_ENTRIES = 896
-#: a thread that waits sleeps for a sixteenth of the time so far, and so notices the end at most 6% late, or 0.5 ms
+#: a waiting thread sleeps for this part of the time so far, and so notices the end at most 6%, or 0.5 ms, late
 _NAPS = 16
 _LEAST_NAP, _LONGEST_NAP = 10e-6, 500e-6
 
 
 class CudaRun(WithCallbacks):
-    """One run of a program (interface: Execution), or a call without one for which all ranks wait, such as a barrier.
+    """One run of a program (interface: Execution), or a call without a program, such as a barrier.
 
     Attributes:
-        header: what the ranks compare.
-        call: the number that keys its random numbers.
-        deadline: counts from the run's first task on the device.
-        stream: the caller's.
+        header: the contents of the message that the ranks compare.
+        call: the number that keys the run's random numbers.
+        deadline: the run's deadline, which counts from its first task on the device.
+        stream: the caller's stream.
         captured: the run became part of a graph, which has not been launched.
-        number: of the run among those of its engine, which the flags show; 0 if it is captured.
-        entries: that it has in the queues of its streams.
-        event: complete when the run is.
+        number: the run's number among the runs of its engine, as in the flags; 0 if it is captured.
+        entries: the entries that the run has in the queues of its streams.
+        event: an event that is complete when the run is.
         kept: objects that must live until the run has ended.
         program: kept because the device reads its tables until the run has ended.
         on_stream: all of the run is on its streams.
-        finish: called when the run has ended.
-        ended: when it ended well, in time.monotonic() seconds; None before.
+        finish: a function that is called when the run has ended.
+        ended: time.monotonic() at the run's good end; None before.
     """
 
     is_stream_ordered = True
@@ -75,7 +75,7 @@ class CudaRun(WithCallbacks):
         return self.header.call_text
 
     def record(self) -> CallRecord:
-        """The run's record, as far as it is known now."""
+        """Make the run's record, as far as it is known now."""
         begun = self.deadline.begun
         state: State = "ended" if self.ended is not None else "queued" if begun is None else "under way"
         return CallRecord(self.header.sequence, self.call, self.header.text, state, begun, self.ended)
@@ -104,7 +104,7 @@ class CudaRun(WithCallbacks):
         self._pending.make_stream_wait(self)
 
     def waits_for(self) -> str:
-        """The call, without more: the host does not know which task a GPU is at."""
+        """Say that the call has not ended: the host does not know which task the GPU is at."""
         return f"{self.call_text} has not ended"
 
     def _check(self) -> None:
@@ -117,16 +117,16 @@ class PendingRuns:
 
     Attributes:
         callbacks: calls the functions of the runs that have ended or failed.
-        end: of the communicator; its failure has failed all runs that were pending.
+        end: the end of the communicator; its failure has failed all pending runs.
     """
 
     def __init__(self, device: Device, end: End, fail: Callable[[QcclError], None]) -> None:
-        """``fail`` is called with failures that are found here; it calls fail_all()."""
+        """``fail`` is called with failures that are found here, and calls fail_all()."""
         self._device, self.end, self._rank, self._fail = device, end, end.rank, fail
         self._flags, self._started = device.flags, 0
         self._lock = threading.Lock()  # never held while anything blocks
         self._runs: deque[CudaRun] = deque()
-        self._entries = 0  # of these runs, together
+        self._entries = 0  # the sum over the pending runs
         self.callbacks = CallbackThread(end.rank)
 
     def __len__(self) -> int:
@@ -135,7 +135,7 @@ class PendingRuns:
     def add(self, run: CudaRun) -> None:
         """Add a run that is about to be put on its streams, and number it. Raises the failure if there was one."""
         with self._lock:
-            self.end.check()  # a failure found while the run was being started: nothing would fail it later
+            self.end.check()  # after a failure nothing would fail this run later
             self._started += 1
             run.number = self._started % (1 << 32)
             self._runs.append(run)
@@ -144,7 +144,8 @@ class PendingRuns:
     def wait_for_room(self, run: CudaRun) -> None:
         """Block until ``run`` fits into the queues of the streams, or there was a failure.
 
-        All runs fail if the first pending one does not begin within the run's timeout. Once begun, it has its own.
+        All runs fail if the first pending one does not begin within the timeout of ``run``. Once it has begun, its own
+        deadline counts.
         """
         text = f"waited {run.deadline.seconds:.3g} s for an earlier call to begin, to make room for {run.call_text}"
 
@@ -169,7 +170,7 @@ class PendingRuns:
             if self.end.is_over:
                 return False
             self.end.fail(error)
-            self._flags.set_failed()  # before anything ends the transfers, or streams would continue with garbage
+            self._flags.set_failed()  # before the transfers end, or streams would continue with garbage
             failed = list(self._runs)
             for run in failed:
                 run.failure = error
@@ -178,7 +179,7 @@ class PendingRuns:
         return True
 
     def overdue(self) -> CudaRun | None:
-        """A run that is past its deadline, or None."""
+        """Find a run that is past its deadline."""
         with self._lock:
             pending = list(self._runs)
         return next((run for run in pending if run.deadline.is_over), None)
@@ -193,7 +194,7 @@ class PendingRuns:
     def sweep(self, *, apart: bool = False) -> None:
         """Find the runs that have begun and ended, by their flags, in the order in which they were started.
 
-        Makes no call into CUDA that could block, if what the ended runs have kept is dropped ``apart``, on a thread.
+        With ``apart`` this makes no call into CUDA that could block: a thread frees the objects that ended runs kept.
         """
         ended: list[CudaRun] = []
         with self._lock:
@@ -218,7 +219,7 @@ class PendingRuns:
             self._fail(as_qccl_error(error) or EngineError(str(error)))
 
     def _end(self, run: CudaRun) -> list[object]:
-        """Returns what the run has kept."""
+        """End a run well. Returns the objects that it has kept."""
         try:
             if run.finish is not None:
                 run.finish()
@@ -269,7 +270,7 @@ class CallbackThread:
 
     def call(self, run: WithCallbacks) -> None:
         """Call the functions of a run that has ended or failed, after those of the runs before."""
-        if not run.callbacks:  # one that is added from now on is called by the thread that adds it
+        if not run.callbacks:  # a thread that adds a function from now on calls it itself
             return
         with self._lock:
             self._runs.append(run)

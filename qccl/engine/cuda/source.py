@@ -1,8 +1,8 @@
 """The CUDA engine's launches as data: kernel names, geometry, jobs, and the source that NVRTC compiles.
 
 A launch does several operations of one kind at once; a job is one operation. The kernels are templates in
-``kernels/cuda/``: bucket.h for every codec, kernels.h for codecs with a tile, state.h for state; run.h has those of the
-ends of a run. A kernel's name is the C++ expression of one instance. The structured types below repeat
+``kernels/cuda/``: bucket.h for every codec, kernels.h for codecs with a tile, state.h for state, run.h for the begin
+and the end of a run. A kernel's name is the C++ expression of one instance. The structured types below repeat
 ``kernels/cuda/jobs.h``. This module needs no GPU and no CUDA library, so tests compile and emulate kernels anywhere.
 """
 
@@ -29,14 +29,14 @@ __all__ = [
     *("Launch", "Shape", "launch", "source"),
 ]
 
-#: threads of a block, and the most elements that they hold in registers
+#: threads of a block
 THREADS = 256
 _MOST = THREADS * 32
-#: scratch for a bucket of several units, which gather its range there
+#: bytes of scratch in which the units of a bucket gather its range
 _RANGE_NBYTES = 8
 
-#: the words of a kernel's Memory argument: the addresses of the first buffers, of a table with those of the others, and
-#: of the flags (flags.py), the learning rate, and the address of the call's number
+#: buffers whose addresses a kernel's Memory argument has. Its further words are the addresses of a table with the other
+#: buffers' addresses and of the flags (flags.py), the learning rate, and the address of the call's number
 DIRECT_BUFFERS = 28
 TABLE_WORD = 28
 FAILED_WORD = 29
@@ -66,7 +66,7 @@ NONFINITE_KERNEL = "qccl_nonfinite"
 
 
 def _record(*fields: tuple[str, Any]) -> np.dtype[Any]:
-    """A structured type: names of fields with spaces between them, and the type that these have."""
+    """Make a structured type; each pair has the names of fields, separated by spaces, and their type."""
     return np.dtype([(name, kind) for names, kind in fields for name in names.split()])
 
 
@@ -87,14 +87,14 @@ PARAMETERS = _record(
     ("blocks", "<u8"),
 )
 
-#: elements that a block of threads handles in commit()
+#: elements for each block of threads in commit()
 COMMITTED = 4096
 _NO_BUFFER = 0xFFFFFFFF
 _FOLDER = Path(__file__).parents[2] / "kernels"
 _OPTIONS = ("--std=c++17", "--fmad=false", "--device-as-default-execution-space", f"-I{_FOLDER}")
 _TYPES = {"float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16"}
 
-#: returns the buffer's number and the byte offset of a span
+#: a function that returns the buffer's number and the byte offset of a span
 Locate = Callable[[Span], tuple[int, int]]
 
 
@@ -109,13 +109,13 @@ class Shape:
         return f"qccl::Shape<{self.lanes}, {self.vectors}>"
 
     def capacity(self, itemsize: int) -> int:
-        """Elements."""
+        """The number of elements of ``itemsize`` bytes."""
         return self.lanes * self.vectors * 16 // itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """How a job is divided into units: buckets of ``bucket`` elements (0: all), each of ``units_per_bucket`` units."""
+    """The division of a job into units: buckets of ``bucket`` elements (0: all), each of ``units_per_bucket`` units."""
 
     shape: Shape
     bucket: int
@@ -132,7 +132,7 @@ class Launch:
     """Kernels that do several operations at once, one after the other with the same geometry and arguments.
 
     Attributes:
-        kernels: their names; empty if there is nothing to do.
+        kernels: the kernels' names; empty if there is nothing to do.
         jobs, blocks, sources: tables for the device's memory; ``sources`` may be empty.
         parameters: passed by value; the engine fills in "scratch" and "blocks", addresses.
         scratch_nbytes: size of the kernels' scratch.
@@ -154,14 +154,14 @@ class Launch:
 
     @property
     def geometry(self) -> tuple[int, ...]:
-        """Grid, block and bytes of dynamic shared memory, as for cuLaunchKernel."""
+        """The grid, block and bytes of dynamic shared memory, in cuLaunchKernel's order."""
         return (len(self.blocks), 1, 1, THREADS, 1, 1, 0)
 
 
 def source(names: Iterable[str]) -> tuple[str, tuple[str, ...]]:
     """The source of the kernels ``names`` for NVRTC, and its options except the architecture.
 
-    The source begins with a digest of all that it includes, and the names, so it can be the key of a cache of compiled
+    The source begins with a digest of all included files, and the names, so it can be the key of a cache of compiled
     code. The caller must not add ``-ftz=true``, as CuPy's RawModule does.
     """
     head = "".join(f"// {line}\n" for line in (_digest(), *names))
@@ -177,10 +177,10 @@ def _digest() -> str:
 
 
 def launch(ops: Sequence[Op], rank: int, dtype: DType, locate: Locate) -> Launch:
-    """The launch of operations of one kind.
+    """Make the launch of operations of one kind, which differ in spans, counts and indices only.
 
-    The operations differ in spans, counts and indices only. ``rank`` keys random numbers, and ``dtype`` is the element
-    type of the values. Raises EngineError for operations that no kernel does.
+    ``rank`` keys random numbers, and ``dtype`` is the element type of the values. Raises EngineError for operations
+    without a kernel.
     """
     match ops[0]:
         case Commit():
@@ -199,7 +199,7 @@ def check_codecs(schedule: Schedule) -> None:
     for op in schedule.ops:
         if isinstance(op, (Encode, Decode, Reduce)) and op.codec.slow:
             raise CodecError(
-                f"{op.codec!r} is written in Python, which runs on the host only; pass host arrays, or write the codec "
+                f"{op.codec!r} is written in Python, and runs on the host only; pass host arrays, or write the codec "
                 f"in C++ (docs/adding-a-codec.md)"
             )
 
@@ -281,7 +281,7 @@ def _reduce(ops: Sequence[Reduce], rank: int, dtype: DType, locate: Locate) -> L
 def _reduce_with_state(
     ops: Sequence[Reduce], reductions: np.ndarray[Any, Any], sources: np.ndarray[Any, Any], dtype: DType, locate: Locate
 ) -> Launch:
-    """Reductions with state."""
+    """Make the launch of reductions with state."""
     codec, states = ops[0].codec, [op.state or State() for op in ops]
     kernel = codec.kernel()
     tile = kernel.tile
@@ -308,9 +308,9 @@ def _reduce_with_state(
 
 
 def _commit(op: Op, dtype: DType, locate: Locate) -> Launch:
-    """A pass that checks all of the output, then one that copies the new state if it is finite."""
+    """Make a launch of two passes: the first checks all output, the second copies the new state if that is finite."""
     if not isinstance(op, Commit):
-        raise EngineError(f"{type(op).__name__} is no Commit")
+        raise EngineError(f"{type(op).__name__} is not a Commit")
     spans: list[tuple[Span, Span | None]] = [(span, None) for span in op.guard]
     spans += [(each.new, each.old) for each in op.state_buffers]
     jobs = np.zeros(len(spans), DECODE_JOB)
@@ -324,7 +324,7 @@ def _commit(op: Op, dtype: DType, locate: Locate) -> Launch:
 
 
 def _copy(spans: Sequence[tuple[Span, Span, int]], dtype: DType, locate: Locate) -> Launch:
-    """Copies between buffers as bytes; none if source and destination are the same."""
+    """Make a launch that copies bytes between buffers, unless source and destination are the same."""
     spans = [(a, b, count) for a, b, count in spans if locate(a) != locate(b)]
     if not spans:
         return _nothing(DECODE_JOB)
@@ -350,7 +350,7 @@ def _launch(
     draws: bool = False,
     scratch: int = 0,
 ) -> Launch:
-    """The launch of jobs whose units and scratch are not set yet; ``scratch`` is bytes for each bucket."""
+    """Set the units and the scratch of jobs, and make their launch; ``scratch`` is bytes for each bucket."""
     counts = [int(count) for count in jobs["count"]]
     units = [tiling.units(count) for count in counts]
     if sum(units) >= 1 << 31:  # the greatest grid
@@ -372,7 +372,7 @@ def _launch(
 
 
 def _blocks(units: np.ndarray[Any, Any], per_block: int) -> np.ndarray[Any, Any]:
-    """The blocks of a launch: those of each job in order, each block with its number in the job."""
+    """The blocks of a launch in the order of its jobs, each with its number in the job."""
     counts = -(-units.astype(np.int64) // per_block)
     job = np.repeat(np.arange(len(counts)), counts)
     blocks = np.zeros(len(job), BLOCK_OF_JOB)
@@ -389,7 +389,7 @@ def _whole_buckets(kernel: Kernel) -> _Tiling:
 def _tiling(
     tile: Tile, bucket: int, dtype: DType, counts: Sequence[int], *, encodes: bool, vectors: int = 4
 ) -> _Tiling:
-    """The units of jobs. A bucket is one unit if it fits and its codes depend on it; others have ``vectors``."""
+    """Divide jobs into units. A bucket that fits is one unit if its codes depend on it; others have ``vectors``."""
     if not tile.by_bucket:
         shape = Shape(32, vectors)
         capacity = shape.capacity(dtype.itemsize)
@@ -410,7 +410,7 @@ def _shape(elements: int, itemsize: int) -> Shape:
 
 
 def _power_of_two(number: int) -> int:
-    """The least power of two that is not less than ``number``."""
+    """The smallest power of two that is at least ``number``."""
     return 1 << (number - 1).bit_length()
 
 

@@ -5,8 +5,8 @@ memory, a flag releases the stream, and the message is copied to the device. All
 run is: streams wait for flags by themselves (cuStreamWaitValue32). So such a call is ordered and asynchronous like any
 other, and the host only moves messages.
 
-Pinned memory has the slots of the wire buffers, once for sends and once for receives. So its size is bounded as theirs
-is, by the depth of the pipeline and the chunk, and the spans here also say when a slot may be written again.
+Pinned memory has the slots of the wire buffers, once for sends and once for receives. So its size is bounded in the
+same way, by the depth of the pipeline and the chunk, and the same spans tell when a slot may be written again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class _Copy(NamedTuple):
     """One copy between device and host.
 
     Attributes:
-        transfers: that use it, each with the flag of its message; several if one code is sent to several ranks.
-        flag: the device sets it after the copy.
+        transfers: the transfers that use the copy, each with its message's flag; several for one code to several ranks.
+        flag: the flag that the device sets after the copy.
     """
 
     span: Span
@@ -54,12 +54,12 @@ class Staging:
     ) -> None:
         """``address`` gives the address of a span on the device."""
         self._address, self._proxy, self._number = address, proxy, 0
-        self._count = 0  # of flags
+        self._count = 0  # flags so far
         self._copies = {
             s: list(self._copies_of(task)) for s, task in enumerate(tasks) if task.queue in (Queue.OUT, Queue.IN)
         }
         self._queues = {s: tasks[s].queue for s in self._copies}
-        self._offsets: dict[tuple[Queue, str], int] = {}  # of each buffer, in each direction
+        self._offsets: dict[tuple[Queue, str], int] = {}  # each buffer's offset, in each direction
         self.nbytes = _aligned(_FLAG_NBYTES * self._count)
         for s, copies in self._copies.items():
             for copied in copies:
@@ -112,7 +112,7 @@ class Staging:
         return self._count - 1
 
     def _uses(self, queue: Queue) -> dict[tuple[int, int], list[tuple[_Copy, int]]]:
-        """For each copy of a queue, by task and number: the last ones that used its slot, and how many runs ago."""
+        """For each copy of a queue, by task and number: the last copies that used its slot, and how many runs ago."""
         keys = [(s, i) for s, copies in self._copies.items() if self._queues[s] is queue for i in range(len(copies))]
         copies = [self._copies[s][i] for s, i in keys]
         twice = [Task(i, Exchange((), (Transfer(0, copied.span),))) for i, copied in enumerate([*copies, *copies])]
@@ -132,7 +132,7 @@ class Staging:
                 yield ProxyMessage(transfer.peer, is_send, address, nbytes, gates, flag)
 
     def _host_address(self, task: int, span: Span) -> int:
-        """The address in pinned memory."""
+        """The address of a span in pinned memory."""
         return self._base + self._offsets[self._queues[task], span.buffer] + span.start
 
     # -- flags -------------------------------------------------------------------------------------------------------

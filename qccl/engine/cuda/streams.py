@@ -42,12 +42,12 @@ class StreamTask:
     """One launch (Encodes, Decodes or Reduces), one group of transfers, or an end of the run.
 
     Attributes:
-        queue: its stream.
-        ops: the numbers of its operations in the schedule; none for the first and the last task. Several tasks may
+        queue: the task's stream.
+        ops: the numbers of the task's operations in the schedule; () for the first and the last task. Several tasks may
             share an Exchange.
-        waits: the tasks of other queues whose events it waits for.
-        records: an event is recorded after it, because a later task or the caller waits for it.
-        exchange: its transfers: those of an Exchange that go on this queue.
+        waits: the tasks of other queues whose events the task waits for.
+        records: an event is recorded after the task, because a later task or the caller waits for it.
+        exchange: the transfers of an Exchange that go on this queue.
     """
 
     queue: Queue
@@ -58,7 +58,7 @@ class StreamTask:
 
 
 def stream_tasks(schedule: Schedule) -> tuple[StreamTask, ...]:
-    """The tasks of a run in the order in which they are put on their streams.
+    """Make the tasks of a run, in the order in which they are put on their streams.
 
     The first and the last have no operations. The first stands for the work before the run: the caller's data, and the
     previous run, which used the same workspace. The last is complete when all others are.
@@ -80,7 +80,7 @@ def stream_tasks(schedule: Schedule) -> tuple[StreamTask, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Half(Task):
-    """The sends of an Exchange to staged peers, or its receives from them; ``op`` has no others."""
+    """The sends of an Exchange to staged peers, or its receives from them; ``op`` has no other transfers."""
 
     @property
     def queue(self) -> Queue:
@@ -88,7 +88,7 @@ class _Half(Task):
 
 
 def _tasks(schedule: Schedule) -> Iterator[Task]:
-    """The operations, with each Exchange divided by queue.
+    """Yield the operations, with each Exchange divided by queue.
 
     Sends precede the receives of the same Exchange. So no wait precedes the work that it waits for on another rank,
     even if the hardware maps several streams to one queue.
@@ -107,7 +107,7 @@ def _tasks(schedule: Schedule) -> Iterator[Task]:
 
 
 def _parted(op: Exchange, staged_peers: Collection[int]) -> tuple[Exchange, Exchange]:
-    """The transfers with other peers, and those with staged peers."""
+    """Divide an Exchange into the transfers with other peers, and the transfers with staged peers."""
 
     def chosen(far: bool) -> Exchange:
         sends, recvs = (
@@ -124,7 +124,7 @@ def _exchange(task: Task) -> Exchange | None:
 
 
 def _batches(schedule: Schedule, program: Sequence[Task], needed: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Neighbouring operations that share a launch.
+    """Group neighbouring operations that share a launch.
 
     They are of one kind, independent of each other, and wait for the same operation of another queue, so a chunk that
     has arrived does not wait for the next one.
@@ -166,7 +166,7 @@ def _kind(schedule: Schedule, op: Op) -> object:
 
 
 def _events(queues: Sequence[Queue], required: Sequence[set[int]]) -> list[tuple[int, ...]]:
-    """For each task the tasks of other queues that it must wait for, without implied ones.
+    """Find for each task the tasks of other queues that it must wait for, without implied ones.
 
     Each task has a vector clock: the last task of each queue that is complete before it. The clock follows from its
     predecessor on its own queue and from the tasks it waits for. Earlier tasks are implied.

@@ -40,7 +40,7 @@ class Watchdog:
         self._wakeup.set()
 
     def start(self) -> None:
-        """Start the thread if there is none, and watch now: a run was added, until whose end the engine lives."""
+        """Start the thread if there is none, and watch now: a run was added, until whose end the engine must live."""
         self._kept[:] = [self._engine()]
         if self._thread is None:
             self._thread = threading.Thread(
@@ -65,7 +65,7 @@ class Watchdog:
 
 
 def _watch(reference: weakref.ref[_Watched], kept: list[_Watched | None], device: int, wakeup: threading.Event) -> None:
-    """The thread. Its relaxed capture mode leaves captures of other threads intact."""
+    """Run the thread. Its relaxed capture mode leaves captures of other threads intact."""
     gpu = cuda_libraries()
     gpu.runtime.setDevice(device)
     gpu.bindings.cuThreadExchangeStreamCaptureMode(gpu.bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
@@ -74,7 +74,7 @@ def _watch(reference: weakref.ref[_Watched], kept: list[_Watched | None], device
         kept.clear()  # before has_pending_runs(), which finds the runs that kept the engine so far
         if not engine.watch():
             break
-        if not engine.has_pending_runs():  # while one is, the thread keeps the engine, which keeps the runs' memory
+        if not engine.has_pending_runs():  # otherwise the thread keeps the engine, which keeps the runs' memory
             del engine
         wakeup.wait(_IDLE_SECONDS)
         time.sleep(_WATCH_SECONDS)

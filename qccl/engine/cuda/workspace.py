@@ -1,9 +1,9 @@
-"""The memory on a GPU that all plans of a communicator share for what they need only during a run.
+"""The memory on a GPU that all plans of a communicator share during their runs.
 
-That is the wire slots, other work buffers and the kernels' scratch. All runs of a communicator begin and end on one
+It has the wire slots, other work buffers and the kernels' scratch. All runs of a communicator begin and end on one
 stream, each behind the one before (engine.py). So one block serves them all, whichever streams the callers use, and
-however many calls are under way. Nothing in it is expected to survive a run. Launches and transfers have its addresses
-in their arguments, and so have CUDA graphs. So a block never moves, and is not freed before the communicator ends.
+however many calls are under way. No run needs its contents from before. Launches, transfers and CUDA graphs have its
+addresses in their arguments, so a block never moves, and is not freed before the communicator ends.
 
 The first block is taken when the communicator is made, before other libraries have taken the memory. A plan that needs
 more makes a second block for itself and for later plans, at least twice as large if the GPU has room for that. Then
@@ -26,10 +26,10 @@ _GRANULE = 2 << 20  # GPUs map memory in pages of this size
 
 
 class Workspace:
-    """Blocks of memory, of which plans use the last one that was there when they were made."""
+    """Blocks of memory; a plan uses the last block that there was when it was made."""
 
     def __init__(self, device: Device, size: int) -> None:
-        """``size``: the number of ranks; one alone needs no first block."""
+        """``size``: the number of ranks; a single rank needs no first block."""
         self._device = device
         self._blocks: list[tuple[Any, int]] = []
         if size > 1:
@@ -37,7 +37,7 @@ class Workspace:
                 self._grow(RESERVED_NBYTES)
 
     def take(self, nbytes: int) -> Any:
-        """A block (``ptr``) of at least ``nbytes``, to be kept while it is used; others use it, too.
+        """Take a block (``ptr``) of at least ``nbytes``, which other plans share. Keep it while it is used.
 
         Raises EngineError if the GPU has no room.
         """
@@ -52,7 +52,7 @@ class Workspace:
         return self._blocks[-1][0] if self._blocks else None
 
     def release(self) -> None:
-        """Let the blocks go; plans and graphs keep theirs."""
+        """Drop the blocks; plans and graphs keep theirs alive."""
         self._blocks.clear()
 
     def _grow(self, nbytes: int) -> None:

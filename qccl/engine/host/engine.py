@@ -1,9 +1,9 @@
 """The host engine: runs schedules with the compiled kernels over a transport.
 
-All runs under way on a transport advance together, whichever the caller waits for, because another rank may be waiting
-for another one. The loop that advances them is native code (kernels/engine/loop.h) and does not need the interpreter:
-it runs any compute operation that is ready, otherwise it polls the transport, and the longer nothing completes, the
-more it leaves the processor to others. It returns to Python when a run has ended, for a control message that is not the
+All runs under way on a transport advance together, whichever the caller waits for, because other ranks may wait for
+other runs. The loop that advances them is native code (kernels/engine/loop.h) and does not need the interpreter: it
+runs any compute operation that is ready, and otherwise polls the transport; the longer nothing completes, the more it
+leaves the processor to others. It returns to Python when a run has ended, for a control message that is not the
 expected header, and at deadlines.
 
 One thread at a time drives the loop: the caller that waits, or the engine's progress thread (engine/progress.py).
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HostEngine"]
 
-#: how long abort() waits for the thread that drives, which stops after its present operation
+#: how long fail() waits for the thread that drives, which stops after its present operation
 _HALT_SECONDS = 1.0
 #: how long a thread whose loop was halted sleeps, so that the thread that halted it gets the lock
 _YIELD_SECONDS = 1e-3
@@ -63,9 +63,9 @@ class HostEngine:
     the other ranks have been sent a message, and every further use raises that failure.
 
     Attributes:
-        end: of the communicator.
-        numbers: of the next call.
-        timeout: seconds that a run may take whose request does not say.
+        end: the end of the communicator.
+        numbers: the numbers of the next call.
+        timeout: seconds that a run may take if its request names no timeout.
         tallies: totals of the calls that have ended.
         detached: runs under way that progress without their caller.
         threads: number of threads that may share an operation.
@@ -84,9 +84,9 @@ class HostEngine:
         self._progress_thread = ProgressThread(self) if transport.is_threaded else None
         self._active: dict[int, HostExecution] = {}  # by sequence number, in the order of their calls
         self._queue: deque[HostExecution] = deque()
-        #: for runs that begin when no other is under way, and that their callers wait for in start(): none outlives it
+        #: reused by each run that begins alone and whose caller waits in start(): such a run ends before start() does
         self._spare = HostExecution(self)
-        self._over: list[HostExecution] = []  # ended or failed, with functions to call once the lock is released
+        self._over: list[HostExecution] = []  # ended runs whose functions are called once the lock is released
         wire = transport.wire or _host.PythonWire(transport)
         self._loop = _host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL)
         self._shutdown = Shutdown(self._loop)
@@ -96,7 +96,7 @@ class HostEngine:
         _live.add(self)
 
     def compile(self, schedule: Schedule, counted: Counted | None = None) -> HostProgram:
-        """Prepare a schedule of this rank. Raises EngineError for what this engine cannot run."""
+        """Prepare a schedule of this rank. Raises EngineError if this engine cannot run it."""
         transport = self._transport
         schedule.check_rank(transport.rank, transport.size)
         return HostProgram(schedule, self.threads, transport.eager_nbytes, transport.sends_ahead, counted)
@@ -115,8 +115,8 @@ class HostEngine:
     ) -> HostExecution:
         """Begin a run, or queue it behind others, and wait for it if the caller waits; see engine.base.Engine.
 
-        With an idle engine and a waiting caller this is one turn of the native loop. In a burst of calls, each advances
-        those before it for a moment, so that they do not wait for the progress thread, nor until the caller waits.
+        With an idle engine and a waiting caller this is one turn of the native loop. In a burst of calls, each call
+        advances the earlier ones for a moment, which would otherwise wait for the progress thread or the caller.
         """
         progress, timeout = request.progress, request.timeout
         waits = progress is _CALLER or progress is _SYNCHRONOUS
@@ -132,7 +132,7 @@ class HostEngine:
             execution.program, execution.bound, execution.request, execution.kept = program, bound, request, kept
             execution.timeout = self.timeout if timeout is None else timeout
             execution.done = execution.begun = False
-            execution.sequence, execution.call = self.numbers.take()  # at last: before, nothing has happened
+            execution.sequence, execution.call = self.numbers.take()  # last: until here nothing has happened
             program.users += 1
             try:
                 if is_alone or (not self._queue and self._may_begin(execution)):
@@ -188,11 +188,11 @@ class HostEngine:
     def check_consistent(
         self, text: str, pairs: tuple[str, ...], refusal: str = "", *, again: bool = False
     ) -> str:  # fmt: skip
-        """Nothing: the headers of every call are compared."""
+        """Do nothing: the headers of every call are compared."""
         return ""
 
     def check(self, timeout: float, stream: int | None = None) -> None:
-        """Raise the failure of the group, if it has failed, here or by a control message that has come."""
+        """Raise the group's failure, also one that a control message has just brought."""
         self.step()
         self.end.check()
 
@@ -200,7 +200,7 @@ class HostEngine:
         """Fail all runs under way; the other ranks raise PeerLost with the error's text. See engine.base.Engine."""
         if self.end.has_left:
             return
-        self.end.fail(error)  # if the thread that drives still uses everything, it fails when it returns
+        self.end.fail(error)  # a thread that still drives raises this when it leaves the loop
         self._loop.halt()
         if self._take_turn(_HALT_SECONDS):
             try:
@@ -209,7 +209,7 @@ class HostEngine:
                 self._release()
 
     def records(self) -> list[CallRecord]:
-        """The last calls; none if another thread drives, and does not let this one look within a second."""
+        """The last calls; an empty list if another thread drives, and does not release the lock within a second."""
         if not self._take_turn(_HALT_SECONDS):
             return []
         try:
@@ -224,10 +224,10 @@ class HostEngine:
         return HostRig()
 
     def retire(self, error: QcclError) -> None:
-        """Do fail(), but send the rest of its messages to a rank that is still in a call that this rank has ended.
+        """Fail, but keep the transport open: a rank may still need messages of a call that this rank has ended.
 
-        So nothing must be under way here; otherwise, and after a failure, this is fail(). The transport stays open,
-        and whoever made the engine goes on driving it.
+        If runs are under way here, and after a failure, this is fail(). The engine's owner continues to drive the
+        transport.
         """
         if self.end.is_over or not self.is_idle:
             self.fail(error)
@@ -240,12 +240,12 @@ class HostEngine:
         _live.discard(self)
 
     def recover(self) -> None:
-        """As in Engine. Only other threads that want to drive would need to say so again, and they get the lock now."""
+        """See Engine. This also resets the requests of threads that want to drive: they get the lock now."""
         release_all(self._lock)
         self._loop.want(-self._loop.wanted)
 
     def give_up(self, made: Transport, error: BaseException) -> None:
-        """Leave a group that an exception keeps from the program, and that this one's split() or regroup() has made."""
+        """Leave a group that split() or regroup() has made, when an exception keeps it from the program."""
         if made.engine is not self:
             leave(made, error)
 
@@ -262,8 +262,8 @@ class HostEngine:
             try:
                 text = f"rank {self.rank} has closed its communicator"
                 if not self._shutdown.close(text, timeout, self._on_control):
-                    keep(self)  # the others are busy elsewhere, which is no failure
-            except BaseException as error:  # of another rank, or of the program; nobody waits for this rank any more
+                    keep(self)  # other ranks have not closed in time, which is not a failure
+            except BaseException as error:  # another rank's failure, or the program's exception
                 self._shutdown.tell(ControlKind.ABORT, failure_text(self.rank, error))
                 self._shutdown.flush()
                 self._transport.abort(str(error))
@@ -272,7 +272,7 @@ class HostEngine:
         _live.discard(self)
 
     def step(self) -> None:
-        """Run one operation at most, and poll once; nothing if another thread drives."""
+        """Run at most one operation, and poll once. Does nothing if another thread drives."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -322,7 +322,7 @@ class HostEngine:
                     self._act(self._loop.drive(self._on_control))
                 if self.end.failure is not None:
                     raise self.end.failure
-            except BaseException as error:  # the threads that wait raise it again
+            except BaseException as error:  # the waiting threads raise it
                 self._fail_all(error)
             finally:
                 called = self._release()
@@ -333,7 +333,7 @@ class HostEngine:
     # -- driving the loop --------------------------------------------------------------------------------------------
 
     def _under_way(self) -> list[HostExecution]:
-        """The runs under way. Without the lock, one that is being taken from the queue would be missing."""
+        """The runs under way, with the lock: without it a run that is being taken from the queue would be missing."""
         self._take_turn()
         try:
             return [*self._active.values(), *self._queue]
@@ -341,7 +341,7 @@ class HostEngine:
             self._release()
 
     def _take_turn(self, timeout: float = -1) -> bool:
-        """Acquire the lock, after asking the thread that drives to release it. False if ``timeout`` passed."""
+        """Ask the thread that drives to release the lock, and acquire it. Returns False after ``timeout``."""
         if self._lock.acquire(False):
             return True
         self._loop.want(1)
@@ -351,12 +351,12 @@ class HostEngine:
             self._loop.want(-min(1, self._loop.wanted))  # another thread's recover() may have set it to 0
 
     def _release(self) -> bool:
-        """Release the lock, then call what waits for runs that are over; whether there was any."""
+        """Release the lock, then call the functions of runs that are over. Returns whether there were any."""
         self._lock.release()
         return bool(self._over) and self._call_back()
 
     def _call_back(self) -> bool:
-        """Call the functions of runs that are over; another thread may do the same, and each is called once."""
+        """Call the functions of runs that are over, each once, even if several threads do this at the same time."""
         for execution in tuple(self._over):
             execution.call_back()
             with contextlib.suppress(ValueError):
@@ -370,7 +370,7 @@ class HostEngine:
             self._loop.want(-1)
 
     def _act(self, outcome: _host.Outcome) -> None:
-        """Handle the event that ended a turn of the loop: remove the runs that have ended, or raise for a late one."""
+        """Handle the end of a turn of the loop: remove the runs that have ended, or raise for a run that is late."""
         if outcome is _ENDED:
             self._remove_ended()
             if self._queue:
@@ -381,7 +381,7 @@ class HostEngine:
     def _begin_queued(self) -> None:
         """Begin queued runs in the order of their calls.
 
-        Ranks cannot block each other here: the oldest run that some rank has not ended is first in every queue, and
+        Ranks cannot block each other here: the oldest run that any rank has not ended is first in every queue, so it
         begins.
         """
         while self._queue and self._may_begin(self._queue[0]):
@@ -398,14 +398,14 @@ class HostEngine:
             execution.kept = None
             if execution.request.trace is not None:
                 execution.add_trace(execution.request.trace)
-            execution.done = True  # at last: a thread that waits for the run looks at it without the lock
+            execution.done = True  # last: a thread that waits for the run reads this without the lock
             if execution.callbacks:
                 self._over.append(execution)
             if execution.detached:
                 self.detached -= 1
 
     def _may_begin(self, execution: HostExecution) -> bool:
-        """Whether its program is free, its tags differ from those under way, and no memory is shared and written."""
+        """Whether the program is free, the tags are unused, and no run under way shares memory that either writes."""
         active, program = self._active, execution.program
         if program.running or (active and execution.sequence - next(iter(active)) >= _host.RUNS_IN_FLIGHT):
             return False
@@ -426,7 +426,7 @@ class HostEngine:
             program.header_text = bound.text
         execution.begun = program.running = True
         self._active[execution.sequence] = execution
-        waits = waits and not self._left  # a rank that has left may have sent its header before
+        waits = waits and not self._left  # _check_present() below looks for the headers of ranks that have left
         outcome = self._loop.start(
             program.run,
             headers,
@@ -446,7 +446,7 @@ class HostEngine:
         """Handle a control message that is not the expected header of a call.
 
         Raises MismatchError for the header of another call. If the sender gave up, raises PeerLost or MismatchError
-        with its text. If it left, raises PeerLost if a run under way lacks its header.
+        with its text. If the sender left, raises PeerLost if a run under way lacks the sender's header.
         """
         header = Header.unpack(message, peer)
         if header.kind is ControlKind.CALL:
@@ -475,7 +475,7 @@ class HostEngine:
         self._fail(gave_up(self.rank, error))
 
     def _fail(self, error: QcclError) -> None:
-        """End the group. Called again if an exception has ended it before; it then repeats what is harmless."""
+        """End the group. If an exception interrupts it, it is called again; all of it may be repeated."""
         if self.end.has_left:
             return
         error = self.end.fail(error)
@@ -500,7 +500,7 @@ class HostEngine:
             self.end.has_left = True
 
     def _leave_at_exit(self) -> None:
-        """At the process's end: send the close message unless close() did, and stop the thread that drives.
+        """At the end of the process: send the close message unless close() did, and stop the thread that drives.
 
         A thread that is in native code while the interpreter ends would end the process by abort() when it returns.
         """
@@ -523,7 +523,7 @@ class HostEngine:
 
 
 def _chunking(transport: Transport) -> ChunkPolicy:
-    """The same on all ranks."""
+    """The default chunks, equal on all ranks."""
     if transport.shares_memory:
         return shared_memory(transport.size)
     return BETWEEN_SITES if transport.is_between_sites else NETWORK
@@ -531,7 +531,7 @@ def _chunking(transport: Transport) -> ChunkPolicy:
 
 def _threads(local_size: int) -> int:
     """Threads for each of the machine's ``local_size`` ranks: OMP_NUM_THREADS, or the processors over the ranks."""
-    # As in OpenMP, further numbers are for regions inside others, and what is no number from 1 does not count.
+    # As in OpenMP, further numbers are for nested regions, and an invalid value is ignored.
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if re.fullmatch("[0-9]{1,4}", first) and int(first):
         return int(first)
@@ -539,10 +539,10 @@ def _threads(local_size: int) -> int:
 
 
 def _forked(engine: HostEngine) -> None:
-    """In a child of os.fork(): the thread that held the lock, or drove, is not there."""
+    """Replace the lock in a child of os.fork(): the thread that held it does not exist there."""
     engine._lock, engine._progress_thread, engine.detached = threading.RLock(), None, 0
 
 
-#: engines with posted receives. They are kept alive, because the transport holds addresses in their memory. Closed and
-#: failed engines are not kept: their transport keeps that memory
+#: open engines, kept alive because their transports hold addresses of posted receives in their memory. The transport of
+#: a closed or failed engine keeps that memory itself
 _live = Registry((HostEngine._leave_at_exit,), Stage.ENGINES, _forked, keeps=True)

@@ -29,11 +29,11 @@ class HostExecution(WithCallbacks):
     """One run of a HostProgram (interface: engine.base.Execution). HostEngine.start() sets it up, and may use it again.
 
     Attributes:
-        program: what it runs.
-        bound, request, kept: as given to Engine.start().
+        program: the program that is run.
+        bound, request, kept: the arguments of Engine.start().
         sequence, call: the numbers that the run has taken.
-        timeout: seconds from its begin to its deadline.
-        deadline: of a queued run, in time.monotonic() seconds.
+        timeout: seconds from the run's begin to its deadline.
+        deadline: a queued run's deadline, in time.monotonic() seconds.
         begun: False while the run is queued behind others.
         detached: the progress thread advances the run.
     """
@@ -60,7 +60,7 @@ class HostExecution(WithCallbacks):
         self.begun = self.detached = False
 
     def step(self) -> bool:
-        """Advance all runs of the engine a little; whether this run has ended. Never blocks for long."""
+        """Advance all runs of the engine a little. Returns whether this run has ended. Never blocks for long."""
         if not self.done:
             try:
                 self._engine.step()
@@ -77,16 +77,16 @@ class HostExecution(WithCallbacks):
         return self.done
 
     def raise_unless_done(self) -> None:
-        """Raise the failure being handled, unless this run ended before it: then the next call raises it."""
+        """Raise the exception being handled, unless this run ended before it; then the next call raises it."""
         if not self.done:
             raise
 
     def make_stream_wait(self) -> None:
-        """Nothing: the host has no streams."""
+        """Do nothing: the host has no streams."""
 
     @property
     def header(self) -> Header:
-        """What this rank sends to the others first."""
+        """The header that this rank sends to the others."""
         return Header(ControlKind.CALL, self.sequence, self.bound.text, self.bound.pairs)
 
     @property
@@ -95,7 +95,7 @@ class HostExecution(WithCallbacks):
         return self.header.call_text
 
     def waits_for(self) -> str:
-        """Why this run has not ended, for messages."""
+        """Say why this run has not ended, for messages."""
         if not self.begun:
             return "it is queued behind calls that have not ended"
         if missing := self.missing_ranks():
@@ -109,7 +109,7 @@ class HostExecution(WithCallbacks):
     # -- used by the engine ------------------------------------------------------------------------------------------
 
     def pack_headers(self, size: int) -> bytes | list[bytes]:
-        """The headers for the native run: one for all ranks, or one for each."""
+        """Pack the headers for the native run: one for all ranks, or one for each."""
         header = self.header
         return [header.pack(peer) for peer in range(size)] if header.pairs else header.pack()
 
@@ -129,7 +129,7 @@ class HostExecution(WithCallbacks):
         )
 
     def add_trace(self, trace: list[TraceEvent]) -> None:
-        """After the run: append its events."""
+        """Append the events of the ended run."""
         for i, start, stop in self.program.run.trace():
             queue, name, args = self.program.labels[i]
             trace.append(TraceEvent(self.program.rank, queue, name, start, stop, {**args, "call": self.sequence}))

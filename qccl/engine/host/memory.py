@@ -1,6 +1,6 @@
-"""What the caller holds in the memory of this process; nothing is copied.
+"""The caller's memory in this process; nothing is copied.
 
-Accepted: objects that speak DLPack or the buffer protocol, NumPy arrays of ml_dtypes' bfloat16, arrays of uint16 that
+It accepts objects that speak DLPack or the buffer protocol, NumPy arrays of ml_dtypes' bfloat16, arrays of uint16 that
 hold bfloat16 (``dtype="bfloat16"``), and raw addresses.
 """
 
@@ -36,7 +36,7 @@ class HostMemory:
         return _host.CallTable(Codec)
 
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
-        """An array in memory of the host, by DLPack or by the buffer protocol; NumPy's bfloat16 by its bits.
+        """Find an array in host memory, by DLPack or by the buffer protocol; NumPy's bfloat16 by its bits.
 
         A masked array is refused, because its masked values would be combined.
         """
@@ -62,7 +62,7 @@ class HostMemory:
         return from_view(view, array, wanted, writable=writable, what=what)
 
     def from_pointer(self, pointer: Pointer, count: int, dtype: DType, *, writable: bool, what: str) -> Values:
-        """An address; null, unaligned, unmapped and read-only ones are refused."""
+        """Check an address: it must be aligned and mapped, and writable if ``writable``."""
         address = check_pointer(pointer, count, dtype, what)
         values = Values(address, count, dtype, ((count,), (1,)), what, owner=pointer, writable=writable)
         if not count or _host.may_access(address, values.nbytes, writable):
@@ -70,16 +70,14 @@ class HostMemory:
         place = f"{what}: the {count} elements of {dtype} at [{address:#x}, {address + values.nbytes:#x}) are"
         if writable and _host.may_access(address, values.nbytes, False):
             raise InvalidBufferError(
-                f"{place} read-only, at least in part, and the result would be written there; pass memory that may be "
-                f"written"
+                f"{place} read-only, at least in part, and the result would be written there; pass writable memory"
             )
-        raise InvalidBufferError(f"{place} not all memory of this process (a device pointer, or a count too large?)")
+        raise InvalidBufferError(
+            f"{place} not all memory of this process; is it a device pointer, or is the count too large?"
+        )
 
     def hold(self, values: Iterable[Values]) -> None:
-        """PyTorch's tensors cannot be resized from now on.
-
-        Other arrays refuse it by themselves while their memory is in use (NumPy unless told not to).
-        """
+        """Forbid PyTorch to resize its tensors. Other arrays cannot be resized while their memory is exported."""
         for each in dict.fromkeys(values):  # in place, each is the input and the output
             if is_tensor(each.array):
                 check_unmoved(each)
@@ -97,7 +95,7 @@ class HostMemory:
         return owners
 
     def streams(self, stream: Any, arrays: Iterable[Any]) -> tuple[int, ...]:
-        """The empty tuple: the host has no streams. Raises ArgumentError for any stream but 0."""
+        """Return an empty tuple: the host has no streams. Raises ArgumentError for any stream but 0."""
         if stream is not None and as_integer(stream) != 0:
             raise ArgumentError(
                 f"stream={stream} was given, but the host backend has no streams; pass 0, or leave it out"
@@ -105,11 +103,11 @@ class HostMemory:
         return ()
 
     def is_capturing(self, stream: Any) -> bool:
-        """Never: the host has no graphs."""
+        """Return False: the host has no graphs."""
         return False
 
     def first_nonfinite(self, values: Values) -> int | None:
-        """Searched block by block, without a copy."""
+        """Search block by block, without a copy."""
         import numpy as np
 
         exponent = EXPONENT_BITS[values.dtype.name]
@@ -124,20 +122,20 @@ class HostMemory:
 
 
 def _is_bfloat16_of_numpy(array: Any) -> bool:
-    """Whether it is an array of ml_dtypes' bfloat16, which neither DLPack nor the buffer protocol of NumPy knows."""
+    """Whether an array has ml_dtypes' bfloat16, which neither DLPack nor the buffer protocol of NumPy knows."""
     return getattr(getattr(array, "dtype", None), "name", None) == "bfloat16" and hasattr(array, "__array_interface__")
 
 
 def _is_masked(array: Any) -> bool:
-    """Whether it is one of numpy.ma's arrays."""
+    """Whether an array is a masked array of numpy.ma."""
     masked = sys.modules.get("numpy.ma")
     return masked is not None and isinstance(array, masked.MaskedArray)
 
 
 def _refusal(array: Any) -> str:
-    """Why an array gives no access to its memory, in the words of its library."""
+    """Say why an array gives no access to its memory, in the words of its library."""
     try:
         array.__dlpack__()
     except Exception as error:
         return "it has neither __dlpack__ nor a buffer" if isinstance(error, AttributeError) else str(error)
-    return "its element type is none of DLPack's"
+    return "DLPack has no such element type"

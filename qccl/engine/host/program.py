@@ -35,7 +35,7 @@ from qccl.observe.tallies import Counted, traffic
 __all__ = ["HostProgram"]
 
 _ALIGNMENT = 64
-#: a send takes values from the caller's array if they have at least so many bytes; copying fewer takes less than 1 us
+#: least bytes of values that a send takes from the caller's array; copying fewer takes less than 1 us
 _LEAST_DIRECT = 16 << 10
 _OPS = {"sum": 0, "min": 1, "max": 2}
 
@@ -44,15 +44,15 @@ class HostProgram:
     """A compiled schedule with its workspace; one run at a time, and others wait for it.
 
     Attributes:
-        rank: of the schedule.
+        rank: the schedule's rank.
         memory: the addresses of all buffers, and the numbers of the run (_host.Memory).
         workspace_nbytes: bytes of the workspace.
-        callers: the buffers whose addresses each run is given, by name.
+        callers: the caller's buffers, by name; each run is given their addresses.
         running: a run is under way.
         users: runs that were accepted and have not ended, queued ones included.
-        header_text: of the headers that the native run has; the next run sends them again if its text is the same.
-        addresses: of the caller's buffers, as the last run had them.
-        labels: of each task in a trace; empty before label().
+        header_text: the text in the native run's headers; a next run with the same text sends these headers again.
+        addresses: the addresses of the caller's buffers in the last run.
+        labels: the label of each task in a trace; empty before label().
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class HostProgram:
     ) -> None:
         """``threads`` may share an operation; ``eager_nbytes`` of data may be sent with a header.
 
-        ``sends_ahead``: see transports/base.py. ``counted``: where runs are counted when they end; None: nowhere.
+        ``sends_ahead``: see transports/base.py. ``counted``: the totals to which runs are added when they end, or None.
         """
         self.rank = schedule.rank
         self.running = False
@@ -82,7 +82,7 @@ class HostProgram:
         self._workspace = self._allocate(schedule)
         self.workspace_nbytes = self._workspace.nbytes
         self._least = max(_LEAST_DIRECT, eager_nbytes + 1)
-        # the tasks are not kept: they are most of the memory that a long schedule takes
+        # the tasks are not kept: they are most of a long schedule's memory
         every, needs = remove_copies(tuple(tasks(schedule, per_transfer=True)), self._least)
         self.steps = _host.Steps(schedule.rank, schedule.size, eager_nbytes, sends_ahead)
         self._direct: list[tuple[int, str, int]] = []  # sends from the caller's memory: step, buffer and offset
@@ -98,7 +98,7 @@ class HostProgram:
             self.run.count_in(*counted, *traffic(schedule))
 
     def bind(self, addresses: Mapping[str, int]) -> None:
-        """Set the caller's addresses; not during a run."""
+        """Set the caller's addresses, when no run is under way."""
         if addresses != self.addresses:
             for name in self.callers:
                 self.memory[self._numbers[name]] = addresses[name]
@@ -107,7 +107,7 @@ class HostProgram:
         self.addresses = addresses
 
     def label(self, schedule: Schedule) -> None:
-        """Before the first run with a trace: find the label of each task; ``schedule`` is the one that was compiled."""
+        """Find the label of each task, before the first run with a trace; ``schedule`` is the compiled one."""
         if not self.labels:
             every = tuple(tasks(schedule, per_transfer=True))
             known = dict(zip(map(_identity, every), labels(every, schedule.buffers), strict=True))
@@ -115,7 +115,7 @@ class HostProgram:
             self.labels = [known[_identity(task)] for task in kept]
 
     def _allocate(self, schedule: Schedule) -> Block:
-        """One block for all work buffers; enters their addresses into the memory table."""
+        """Allocate one block for all work buffers, and enter their addresses into the memory table."""
         offsets, total = {}, 0
         for name, buffer in schedule.buffers.items():
             if buffer.role is Role.WORK:

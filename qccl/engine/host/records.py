@@ -13,7 +13,7 @@ __all__ = ["records"]
 
 
 def records(loop: _host.Loop, queued: Iterable[HostExecution]) -> Iterator[CallRecord]:
-    """From the oldest call on; ``queued`` are those that have not begun. In the thread that drives the loop."""
+    """Yield records from the oldest call on; ``queued`` calls have not begun. Only the thread that drives may ask."""
     under_way = {each[0]: each[1:] for each in loop.under_way()}
     for sequence, call, header, send_nbytes, receive_nbytes, begun, ended, still in loop.records():
         text, sizes = text_of(header), (send_nbytes, receive_nbytes)

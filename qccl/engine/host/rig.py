@@ -9,14 +9,14 @@ import numpy as np
 
 __all__ = ["HostRig"]
 
-#: an input and a result of 2^21 elements of float32; what is not used takes no memory
+#: bytes of an input and a result of 2^21 elements of float32; unused pages take no memory
 _NBYTES = 16 << 20
-#: as the longest vectors of the processor need
+#: bytes; the longest vectors of a processor
 _ALIGNMENT = 64
 
 
 class HostRig:
-    """A call has ended when it returns."""
+    """Memory and clock for measured calls on the host, where a call has ended when it returns."""
 
     nbytes: int = _NBYTES
     work_nbytes: int | None = None

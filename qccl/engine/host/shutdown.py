@@ -15,8 +15,8 @@ __all__ = ["Shutdown", "leave"]
 
 #: how long a failing rank tries to send its last control message
 _FLUSH_SECONDS = 0.1
-#: how long a rank whose call differs waits until the others have heard of it: the end of its connections may overtake
-#: its last message, and then they would take it for lost
+#: how long a rank whose call differs waits until the others have received its message: the end of its connections may
+#: overtake the message, and the others would then report the rank as lost
 _MISMATCH_SECONDS = 1.0
 
 
@@ -34,27 +34,27 @@ class Shutdown:
     def tell(self, kind: ControlKind, text: str) -> None:
         """Begin to send this rank's last control message to all others."""
         message = _packed(kind, text)
-        with contextlib.suppress(QcclError):  # of the wire; a signal handler's come after it has the message
+        with contextlib.suppress(QcclError):  # the wire's error; the exception of a signal handler passes
             self._loop.broadcast_control(message)
 
     def flush(self) -> None:
-        """Wait a moment until it is sent."""
+        """Wait for a moment until the message is sent."""
         deadline = Deadline(_FLUSH_SECONDS)
         while self._loop.control_sends and not deadline.is_over:
             with contextlib.suppress(QcclError):
                 self._loop.drain(1, self._note)
 
     def hear_others(self) -> None:
-        """Wait until every other rank has sent its last control message, too, or none can any more."""
+        """Wait until every other rank has sent its last control message, or can send none any more."""
         deadline, idle = Deadline(_MISMATCH_SECONDS), 0
-        with contextlib.suppress(QcclError):  # a rank closed its connections: it has heard of all
+        with contextlib.suppress(QcclError):  # a rank closed its connections: it has received all messages
             while self._are_missing(self._loop.refused) and not deadline.is_over:
                 idle += 1
                 with contextlib.suppress(MismatchError):
                     self._loop.drain(idle, self._note)
 
     def close(self, text: str, timeout: float, on_control: Callable[[int, bytes], None]) -> bool:
-        """Collective: leave when all other ranks do. False if some have not after ``timeout`` seconds."""
+        """Collective: leave when all other ranks do. Returns False if some have not after ``timeout`` seconds."""
         deadline, idle = Deadline(timeout), 0
         self._loop.broadcast_control(_packed(ControlKind.CLOSE, text))
         while self._loop.control_sends or self._are_missing():
@@ -65,7 +65,7 @@ class Shutdown:
         return True
 
     def _are_missing(self, refused: int = 0) -> bool:
-        """Whether last control messages of other ranks are missing, beside those of ``refused`` ranks."""
+        """Whether more than ``refused`` other ranks have not sent their last control message."""
         return len(self.left) + refused < self._loop.size - 1
 
     def _note(self, peer: int, message: bytes) -> None:
@@ -75,7 +75,7 @@ class Shutdown:
 
 
 def leave(transport: Transport, error: BaseException) -> None:
-    """Tell the others of a group that an exception keeps from the program, and that may not be connected to all."""
+    """Tell the others that this rank leaves a new group, because of an exception; some may not be connected yet."""
     if transport.engine is not None:
         transport.engine.fail(gave_up(transport.rank, error))
         return
@@ -89,5 +89,5 @@ def leave(transport: Transport, error: BaseException) -> None:
 
 
 def _packed(kind: ControlKind, text: str) -> bytes:
-    """A control message."""
+    """Pack a control message."""
     return Header(kind, 0, text).pack() + data_nbytes(0)

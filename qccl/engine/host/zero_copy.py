@@ -1,12 +1,11 @@
 """Send uncompressed values from where they are, without a copy.
 
 In a schedule all transfers are between wire slots, with an Encode before each send, and under the codec "none" that
-Encode only copies. This module drops such a copy if nothing but sends reads it. The send then takes the values from
+Encode only copies. This module drops such a copy if only sends read it. The send then takes the values from
 their own buffer. It still reserves its wire slot, so the number of messages under way does not grow, and operations
 that overwrite the values wait for it.
 
-Receives stay in slots: a library may still complete a receive that was given up, and then must not write to the
-caller's memory.
+Receives stay in slots: a library may still complete an abandoned receive, which must not write to the caller's memory.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ __all__ = ["remove_copies"]
 
 
 def remove_copies(program: Sequence[Task], least: int) -> tuple[list[Task], list[tuple[int, ...]]]:
-    """The program without needless copies of ``least`` bytes and more, and for each task the tasks that it needs.
+    """Drop needless copies of at least ``least`` bytes. Returns the tasks, and for each the tasks that it needs.
 
-    A send takes over what its copy needed. What waited for the copy, to overwrite the values or the wire slot, waits
-    for the sends.
+    A send then needs the tasks that its copy needed. Tasks that overwrite the values or the wire slot wait for the
+    sends instead of the copy.
     """
     needed = dependencies(program)
     copies = _needless_copies(program, needed, least)
@@ -53,7 +52,7 @@ def remove_copies(program: Sequence[Task], least: int) -> tuple[list[Task], list
 def _needless_copies(
     program: Sequence[Task], needed: Sequence[Sequence[int]], least: int
 ) -> dict[int, tuple[Encode, list[int]]]:
-    """The copies that only sends read, before anything else follows on them; each with its sends."""
+    """Find the copies that only sends read until the slot is used again; each with its sends."""
     copies = {i: task.op for i, task in enumerate(program) if isinstance(task.op, Encode) and _copies(task.op, least)}
     followers: defaultdict[int, list[int]] = defaultdict(list)
     for i, earlier in enumerate(needed):
