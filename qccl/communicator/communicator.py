@@ -68,6 +68,8 @@ class Communicator(Collectives):
         backend: "host" or "cuda".
         transport: moves bytes between ranks; its ``name`` is "mpi", "ucx", "wan", "gloo", "loopback" or "nccl"; only
             engines use the rest.
+        state, memory: the state of stateful codecs, and the checks of arrays, for qccl's layers above; programs use
+            state_dict() and pass arrays to the calls.
     """
 
     def __init__(
@@ -108,7 +110,8 @@ class Communicator(Collectives):
             call_ranges,
         )
         self._session.serve_metrics(self.local_rank, is_thread=transport.name == "loopback")
-        self._memory = made.memory
+        self.state = self._session.state
+        self.memory = self._memory = made.memory
         self._chooser = Chooser(self._session, GroupProfile(self.nodes, transport.name, hardware=transport.hardware))
 
     @classmethod

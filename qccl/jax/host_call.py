@@ -1,14 +1,14 @@
 """Calls of Python functions from compiled JAX programs, in the order of the program.
 
-XLA's foreign function interface (FFI) passes the addresses of a program's buffers to a handler, which nothing copies.
-jax.experimental.io_callback is not used for the arrays: it copies them, on a thread of XLA's pool, and waits for that
+XLA's foreign function interface (FFI) passes the addresses of a program's buffers to a handler, without copies.
+jax.experimental.io_callback is not used for the arrays: it copies them on a thread of XLA's pool, and waits for that
 thread in another one, so a process that may use only one processor hangs.
 
-XLA runs FFI calls as soon as their operands are there, in any order. Two ordered io_callbacks, which get one number
-each, therefore surround each call: *enter* returns a ticket that the FFI call needs, and *leave* needs a result of the
-FFI call. So no call begins before the one before it has ended.
+XLA runs FFI calls in any order, as soon as their operands are ready. So two ordered io_callbacks, with one number each,
+surround each call: *enter* returns a ticket that the FFI call needs, and *leave* needs a result of the FFI call. So no
+call begins before the previous one has ended.
 
-The structures are those of XLA's ``xla/ffi/api/c_api.h``; fields after the last one used are left out.
+The structures are copied from XLA's ``xla/ffi/api/c_api.h``, up to the last field that is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qccl.base.lifetime import Stage, at_exit
 
 __all__ = ["call_on_host"]
 
-#: function(inputs, outputs) on arrays of NumPy, which are valid until it returns
+#: a function(inputs, outputs) on NumPy arrays, which are valid until it returns
 HostFunction = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], None]
 
 _TARGET = "qccl_call_on_host"
@@ -109,15 +109,15 @@ _TICKET = jax.ShapeDtypeStruct((), np.uint32)
 
 
 def call_on_host(function: HostFunction, xs: Sequence[Any]) -> list[Any]:
-    """The outputs of ``function(inputs, outputs)``, called when the traced program runs; they are like ``xs``.
+    """Call ``function(inputs, outputs)`` when the traced program runs. Returns the outputs, which are like ``xs``.
 
-    None of ``xs`` may be empty. An error of the function becomes an error of the program, with its text.
+    No array of ``xs`` may be empty. An error of the function becomes an error of the program, with its text.
     """
     _check_place()
     for x in xs:
         _check_devices(_devices_of(x))
     at_exit(Stage.CALLS, _finish_calls)
-    # all arrays together: a transformation of JAX that moves a part of a program then moves enter, FFI call and leave
+    # a barrier of all arrays: a transformation of JAX that moves a part of a program moves enter, FFI call and leave
     xs = jax.lax.optimization_barrier(list(xs))
     call = _Pending(function, xs)
 
@@ -133,7 +133,7 @@ def call_on_host(function: HostFunction, xs: Sequence[Any]) -> list[Any]:
     return list(outs)
 
 
-#: the identity, where a program is compiled for one device
+#: a primitive that returns its argument, and refuses programs for several devices
 _on_one_device = Primitive("qccl_on_one_device")
 _on_one_device.def_abstract_eval(lambda ticket: ticket)
 _on_one_device.def_impl(lambda ticket: ticket)
@@ -149,13 +149,13 @@ mlir.register_lowering(_on_one_device, _lower_on_one_device)
 
 
 def _devices_of(x: Any) -> int:
-    """The devices of a traced array whose type says that it is split; 1 otherwise, as with a mesh's Auto axes."""
+    """The number of devices of a traced array whose type says that it is split; otherwise, as for Auto axes, 1."""
     sharding = jax.typeof(x).sharding
     return sharding.mesh.size if any(axis is not None for axis in sharding.spec) else 1
 
 
 def _check_devices(devices: int) -> None:
-    """Raise ArgumentError for several devices: on each, XLA would run its part of the program, and make a call."""
+    """Raise ArgumentError for several devices: XLA would make a call on each of them."""
     if devices > 1:
         raise ArgumentError(
             f"this program is compiled for {devices} devices, each of which would call qccl; give it arrays on one "
@@ -170,7 +170,7 @@ def _finish_calls() -> None:
 
 
 def _check_place() -> None:
-    """Raise ArgumentError where a compiled program cannot call the host once, in order."""
+    """Raise ArgumentError if a compiled program cannot call the host once, in order, from here."""
     mesh = jax.sharding.get_abstract_mesh()
     devices = math.prod(mesh.shape[axis] for axis in mesh.manual_axes)
     if devices > 1:
@@ -203,17 +203,17 @@ def _run(frame: _CallFrame) -> None:
 
 
 def _handle(at: Any) -> int | None:
-    """XLA_FFI_Handler: returns null, or an error that XLA owns."""
+    """Handle a call of XLA (XLA_FFI_Handler). Returns null, or an error that XLA owns."""
     frame = at.contents
     if frame.extension and frame.extension.contents.type == _METADATA:
-        # by XLA's rules, minor versions add fields only, and those used here are in all versions 0.x
+        # by XLA's rules minor versions only add fields, and the fields used here are in all versions 0.x
         version = frame.extension.contents.metadata.contents.version
         version.major, version.minor = 0, frame.api.contents.version.minor
         return None
     try:
         _run(frame)
     except BaseException as error:  # Ctrl-C, too: nothing can be raised through XLA
-        text = described(error).encode(errors="backslashreplace")  # an exception here would be a success for XLA
+        text = described(error).encode(errors="backslashreplace")  # must not raise: XLA would take that for success
         arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, text, _INTERNAL)
         created: int = frame.api.contents.create_error(ctypes.addressof(arguments))
         return created

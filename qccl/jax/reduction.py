@@ -69,8 +69,8 @@ class Reduction:
             self._reduce_exactly([np.asarray(xs[i]) for i in exact], [outs[i] for i in exact])
 
     def _reduce_each(self, arrays: list[tuple[str, Any, np.ndarray]]) -> None:
-        """One call for each array, all under way together: state belongs to one array."""
-        with ExitStack() as started:  # waits for all, also after an error: the caller's memory must not be freed before
+        """Make one call for each array, because state belongs to one array; all are under way together."""
+        with ExitStack() as started:  # waits for all calls, also after an error: they use the caller's memory
             for key, x, out in arrays:
                 options = {"op": self.op, "codec": self.codec, "key": key, "async_op": True, **self.options}
                 started.callback(self.comm.quantized_allreduce(x, out, **options).wait)

@@ -25,16 +25,16 @@ from qccl.jax.reduction import Reduction, check_type
 
 __all__ = ["allreduce", "default_communicator", "reduce_gradients"]
 
-#: JAX uses memory of this alignment without copying it
+#: alignment in bytes of memory that JAX uses without a copy
 _ALIGNMENT = 64
 
 
 @cache
 def default_communicator() -> Communicator:
-    """The communicator of all processes, which allreduce() uses if it is given none.
+    """The communicator of all processes, the default of allreduce().
 
-    Collective in its first call, which makes it with ``qccl.init(backend="host")``; later calls return the same. The
-    processes are those of mpiexec, torchrun or another launcher, or of jax.distributed.
+    The first call is collective, and makes it with ``qccl.init(backend="host")``; later calls return the same. The
+    processes are started by mpiexec, torchrun or another launcher, or belong to jax.distributed.
     """
     return init(backend="host")
 
@@ -56,26 +56,26 @@ def allreduce(
     It works outside compiled functions, and inside jax.jit(), scan(), while_loop() and cond() on the CPU. All ranks
     must make the same calls in the same order: calls in compiled functions run in the order of the program.
 
-    Its derivative is that of the exact operation: cotangents are combined over the ranks with the same ``op``, and
-    encoded with the same codec, without its state. Forward-mode derivatives, vmap() and checkpoint() are refused by
-    JAX.
+    Its derivative is the derivative of the exact operation: cotangents are combined over the ranks with the same
+    ``op``, and encoded with the same codec, without its state. JAX refuses forward-mode derivatives, vmap() and
+    checkpoint().
 
     Args:
         tree: a tree of arrays on the host, such as a dict of gradients. An array is on one device, or replicated over
-            several of this process; outside of compiled functions the result is, too. Leaves of float32, float16 and
-            bfloat16 are encoded, those of one type in one call. float64 and integers (``op="sum"`` only) are
-            sent exactly: every rank gets every rank's values, so they should be few.
+            several devices of this process; outside of compiled functions the result has the same devices. Leaves of
+            float32, float16 and bfloat16 are encoded, with one call for each type. float64 and integers (``op="sum"``
+            only) are sent exactly: every rank gets every rank's values, so they should be few.
         codec: as in Communicator.quantized_allreduce().
         op: "avg" or "sum".
-        key: a name for the tree; codecs with "+ef" or "+nesterov" need it. Each leaf has a call of its own then, and
-            its state the name of the tree followed by the path to the leaf, such as "gradients['w']", in
-            ``comm.state_dict()``.
-        comm: a communicator on host memory; None means default_communicator(). Compiled functions keep the one that
-            they were compiled with.
-        algorithm: as in Communicator.quantized_allreduce(), as are ``nonfinite`` and ``timeout``.
-        nonfinite: see there.
-        lr: see there; it must not be a traced value.
-        timeout: see there.
+        key: a name for the tree; codecs with "+ef" or "+nesterov" need it. Each leaf then has its own call, and its
+            state in ``comm.state_dict()`` has the name of the tree followed by the path to the leaf, such as
+            "gradients['w']".
+        comm: a communicator on host memory; None means default_communicator(). Compiled functions keep the communicator
+            that they were compiled with.
+        algorithm: as in Communicator.quantized_allreduce(), also the next three.
+        nonfinite: "propagate" or "error".
+        lr: a number, not a traced value.
+        timeout: seconds for each call.
 
     Returns:
         A tree of the same structure, of new arrays.
@@ -109,22 +109,22 @@ def allreduce(
 
 
 class _Transformation(NamedTuple):
-    """A pair of functions, as optax's GradientTransformation is one."""
+    """A pair of functions, like optax's GradientTransformation."""
 
     init: Callable[[Any], Any]
     update: Callable[..., tuple[Any, Any]]
 
 
 class _Gradients:
-    """The gradients of one model, which one transformation reduces: the owner of their state."""
+    """The gradients of one model, which one transformation reduces; it owns their state."""
 
     def __init__(self, codec: CodecLike, key: str | None, options: Mapping[str, Any]) -> None:
         self._codec, self._key, self._options = codec, key, options
         self._owner: Owner | None = None
-        self._shapes: dict[str, tuple[int, ...]] = {}  # of the first gradients that were accepted
+        self._shapes: dict[str, tuple[int, ...]] = {}  # the shapes of the first accepted gradients
 
     def update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        """The function that optax calls, also when it traces a program."""
+        """Reduce gradients; optax calls this, also while a program is traced."""
         found, _ = jax.tree_util.tree_flatten_with_path(updates)
         shapes = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in found}
         key = self._own(shapes) if codecs.get(self._codec).state_names else None
@@ -135,13 +135,13 @@ class _Gradients:
     def _own(self, shapes: Mapping[str, tuple[int, ...]]) -> Owner:
         """The owner of the state. Raises ArgumentError for the gradients of another model."""
         if self._owner is None:
-            owners = _on_host(self._options.get("comm"))._session.state.owners
+            owners = _on_host(self._options.get("comm")).state.owners
             self._owner = owners.add("reduce_gradients()", "gradients", self._key, separators="[.")
         if self._shapes and shapes != self._shapes:
             names = [*shapes, *self._shapes]
             leaf = next(name for name in names if shapes.get(name) != self._shapes.get(name))
             raise ArgumentError(
-                f"this reduce_gradients() has the residuals of one model, and now gets the gradients of another one: "
+                f"this reduce_gradients() has the residuals of one model, and now gets gradients of another model: "
                 f"the shape of the leaf {leaf!r} was {self._shapes.get(leaf, 'not there')}, and is "
                 f"{shapes.get(leaf, 'not there')}; make a reduce_gradients() for each model, or call "
                 f"qccl.jax.allreduce(gradients, codec, key=...) if leaves of one model come and go"
@@ -150,17 +150,18 @@ class _Gradients:
 
 
 def reduce_gradients(codec: CodecLike = "minmax8", *, key: str | None = None, **options: Any) -> _Transformation:
-    """allreduce() as a gradient transformation of optax, the first of a chain; it does not need optax.
+    """Make a gradient transformation of optax, the first of a chain, from allreduce(); optax is not needed.
 
         optimizer = optax.chain(qccl.jax.reduce_gradients("minmax8"), optax.adam(1e-3))
 
     ``options`` are the other keywords of allreduce(). ``init(parameters)`` returns the state (), and
     ``update(gradients, state, parameters)`` the reduced gradients and the state.
 
-    With "+ef" or "+nesterov" make one transformation for each model, because it has the residuals of one: gradients of
-    other names or shapes raise ArgumentError. ``key`` begins the names of its state in the communicator, and no other
-    object there may have it. None: "gradients" for the first transformation with state that is used, "gradients#2" for
-    the second one, and so on. A saved state of the communicator then fits a program that uses them in the same order.
+    With "+ef" or "+nesterov" make one transformation for each model, because it has the residuals of one model:
+    gradients of other names or shapes raise ArgumentError. ``key`` is the begin of the state's names in the
+    communicator, for this object alone. None: "gradients" for the first transformation with state that is used,
+    "gradients#2" for the second, and so on. A saved state of the communicator then fits a program that uses them in the
+    same order.
     """
     return _Transformation(lambda params: (), _Gradients(codec, key, options).update)
 
@@ -177,7 +178,7 @@ def _on_host(comm: Communicator | None) -> Communicator:
 
 
 def _as_array(leaf: Any, what: str, op: str, codec: Codec) -> Any:
-    """The leaf, named ``what`` in errors, as a JAX array that is whole on each of its devices, or as a tracer."""
+    """Make a leaf, named ``what`` in errors, a JAX array that is whole on each of its devices, or a tracer."""
     try:
         array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     except TypeError as error:
@@ -196,7 +197,7 @@ def _as_array(leaf: Any, what: str, op: str, codec: Codec) -> Any:
 
 
 def _differentiable(reduction: Reduction) -> Callable[[list[Any]], list[Any]]:
-    """The reduction as a function of arrays, with its derivative."""
+    """Make a function of arrays from a reduction, with its derivative."""
     backward = replace(reduction, codec=reduction.codec.plain, keys=None, options=reduction.options | {"lr": None})
 
     def transposed(_: None, cotangents: list[Any]) -> tuple[list[Any]]:
@@ -212,7 +213,7 @@ def _differentiable(reduction: Reduction) -> Callable[[list[Any]], list[Any]]:
 
 
 def _reduced(reduction: Reduction, xs: Sequence[Any]) -> list[Any]:
-    """The reduced arrays, now or, of traced ones, when the program runs."""
+    """Reduce arrays now, or traced arrays when the program runs."""
     if any(isinstance(x, jax.core.Tracer) for x in xs):
         return call_on_host(reduction.run, xs)
     jax.effects_barrier()  # compiled programs under way may be using the communicator
@@ -223,7 +224,7 @@ def _reduced(reduction: Reduction, xs: Sequence[Any]) -> list[Any]:
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array without values, which JAX can use without copying it."""
+    """Make an array without values that JAX can use without a copy."""
     nbytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % _ALIGNMENT

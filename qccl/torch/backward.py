@@ -15,16 +15,16 @@ __all__ = ["BackwardPass", "Bucket", "ExactWork", "gradients_of"]
 
 
 def gradients_of(buffer: Any, parameters: Sequence[Any]) -> Any:
-    """The part of a bucket's buffer of each parameter, flat.
+    """Each parameter's part of a bucket's buffer, flat.
 
-    DDP's bucket.gradients() takes complex parameters, which are stored as pairs of real numbers, for real ones.
+    DDP's bucket.gradients() is wrong for complex parameters, which are stored as pairs of real numbers.
     """
     is_real = not buffer.is_complex()
     return buffer.split([p.numel() * (2 if is_real and p.is_complex() else 1) for p in parameters])
 
 
 class Bucket:
-    """One of DDP's buckets in one backward pass, and the groups that it has parameters of."""
+    """One of DDP's buckets in one backward pass, and the groups of its parameters."""
 
     def __init__(self, buffer: Any) -> None:
         self._buffer = buffer
@@ -35,11 +35,11 @@ class Bucket:
         self._left = 0
 
     def expect(self, groups: set[int]) -> None:
-        """The groups whose calls must end."""
+        """Set the groups whose calls must end."""
         self.groups, self._left = groups, len(groups)
 
     def group_ended(self, error: Exception | None) -> bool:
-        """One of the groups has ended; whether the bucket is complete now. The first error completes it."""
+        """Note that a group has ended. Returns whether the bucket is complete; the first error completes it."""
         self._left -= 1
         if self._is_over or (self._left and error is None):
             return False
@@ -51,7 +51,7 @@ class Bucket:
         self._promise.set_result(self._buffer)
 
     def future(self) -> Any:
-        """The future for DDP. Only an exception in a function of then() reaches DDP's C++ as an error."""
+        """Make the future for DDP. Only an exception in a function of then() reaches DDP's C++ as an error."""
         return self._promise.then(self._value)
 
     def _value(self, promise: Any) -> Any:
@@ -64,9 +64,9 @@ class BackwardPass:
     """The gradients that have arrived in one backward pass.
 
     Attributes:
-        gradients: of each group, flat parts of DDP's buckets.
-        buckets: that each group has gradients in.
-        lr: the learning rate that its calls give, divided by the factor of a GradScaler; None: no call gives one.
+        gradients: each group's gradients, which are flat parts of DDP's buckets.
+        buckets: the buckets in which each group has gradients.
+        lr: the calls' learning rate, divided by the factor of a GradScaler; None: the calls give no learning rate.
         by_factors: the groups whose factors are under way, in the order of their start.
     """
 
@@ -77,20 +77,20 @@ class BackwardPass:
         self.buckets: list[list[Bucket]] = [[] for _ in groups]
         self.by_factors: list[int] = []
         self._missing = [len(group.parameters) for group in groups]
-        self._next = 0  # the first group that was not started
+        self._next = 0  # the first group that has not been started
         self._groups = groups
         self.is_under_way = False
 
     def add(
         self, bucket: Bucket, parameters: Sequence[Any], gradients: Sequence[Any], places: Mapping[Any, tuple[int, int]]
     ) -> list[int]:
-        """A bucket has arrived: the groups to start now, in order."""
+        """Add a bucket that has arrived. Returns the groups to start now, in order."""
         self.is_under_way = True
         found: set[int] = set()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if parameter not in places:
                 raise EngineError(
-                    f"DDP reduces a parameter of shape {tuple(parameter.shape)} that was not there when compress() was "
+                    f"DDP reduces a parameter of shape {tuple(parameter.shape)} that did not exist when compress() was "
                     f"called, or had requires_grad=False; wrap the model in DDP again"
                 )
             number, i = places[parameter]
@@ -114,9 +114,9 @@ class BackwardPass:
 
 
 class ExactWork:
-    """The sums of some gradients by the process group itself, divided before as DDP does (interface: Work).
+    """Means of gradients by the process group itself, which divides before it adds, like DDP (interface: Work).
 
-    Each gradient is a call of its own: how a backend orders a sum depends on its place in a message.
+    Each gradient has a call of its own, because a backend's order of additions depends on the place in a message.
     """
 
     def __init__(self, gradients: Sequence[Any], process_group: Any) -> None:

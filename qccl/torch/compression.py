@@ -1,16 +1,16 @@
 """The handle of compress(): the communication hook of a DistributedDataParallel model, and its state.
 
-DDP collects gradients in buckets, and calls the hook with each as soon as its gradients are complete. Which parameters
-share a bucket changes after the first step, and again after a resume. Results must not depend on that, so the handle
-has groups of parameters of its own (qccl.torch.groups), and reduces each by one call as soon as the buckets have
+DDP collects gradients in buckets, and calls the hook with each bucket when its gradients are complete. The parameters
+of a bucket change after the first step, and again after a resume. Results must not depend on that, so the handle
+forms its own groups of parameters (qccl.torch.groups), and reduces each by one call as soon as the buckets have
 brought all its gradients. The calls work in place in DDP's buckets.
 
-The groups start in their own order, whatever order they become complete in: so every rank makes the same calls in the
-same order, and a call's number, which random codecs depend on, follows from the step and the group.
+The groups start in a fixed order, whenever they become complete. So every rank makes the same calls in the
+same order, and a call's number, on which random codecs depend, follows from the step and the group.
 
-Gradients that are sent as factors (qccl.torch.low_rank) take two calls, of which the second needs the result of the
-first. All second calls follow the first call of the last group, in the order of the groups: that, too, is the same on
-all ranks, and no hook waits before the backward pass has computed its last gradient.
+Gradients that are sent as factors (qccl.torch.low_rank) take two calls; the second needs the result of the first. All
+second calls follow the first call of the last group, in the order of the groups. This order is also the same on all
+ranks, and no hook waits before the backward pass has computed its last gradient.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Compression", "in_use"]
 
-#: the communicators of open handles: the state of two would have the same keys
+#: the communicators of open handles; two handles cannot share one, because their keys would be equal
 in_use: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 class Compression:
-    """The reduction of one model's gradients, as compress() returns it. A context manager that closes it.
+    """The reduction of one model's gradients; compress() returns it. As a context manager it closes itself.
 
     Attributes:
         lr: the learning rate of the step, for codecs with state if it changes from step to step (see
-            :doc:`/guide/state`); set it before each backward(), or never (None). A step with 0, as at the begin of a
-            warm-up, leaves the residuals as they are.
-        step: backward passes so far that reduced gradients.
+            :doc:`/guide/state`); set it before each backward(), or never (None). A step with 0, for example at the
+            begin of a warm-up, leaves the residuals unchanged.
+        step: the number of backward passes so far that reduced gradients.
         trace: the list of events, or None.
     """
 
@@ -76,14 +76,14 @@ class Compression:
         self.trace = trace
         self._scaled: LossScaling | None = None
         self._process_group, self._comm, self._is_own = process_group, comm, is_own
-        self._frozen = frozen  # by name: the parameters that DDP does not reduce
+        self._frozen = frozen  # the parameters that DDP does not reduce, by name
         self._warmup_steps, self._timeout = warmup_steps, timeout
         self._adopt(groups)
         self._low_rank = {i: LowRank(group, comm, timeout, trace) for i, group in enumerate(groups) if group.rank}
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._lock = threading.Lock()  # of the buckets: the threads that end calls complete them
+        self._lock = threading.Lock()  # guards the buckets, which the threads that end calls complete
         self._closed = False
-        self._failure: Exception | None = None  # of a call; others of its step may have ended well
+        self._failure: Exception | None = None  # a call's error; other calls of its step may have ended well
 
     def _adopt(self, groups: Sequence[ParameterGroup]) -> None:
         """Reduce by these groups from the next pass on."""
@@ -110,14 +110,14 @@ class Compression:
         return self.table()
 
     def table(self) -> str:
-        """A line for each group: codec, element type, elements, bytes before and after encoding, and parameters.
+        """Make a line for each group: codec, element type, elements, bytes before and after encoding, parameters.
 
         Among n ranks each sends 2 (n-1)/n times the encoded bytes, or a little more for small groups.
         """
         return table(self._groups)
 
     def close(self) -> None:
-        """Collective: end. A later backward() raises ArgumentError, because DDP keeps its hook. Idempotent."""
+        """Collective: close the handle. A later backward() raises ArgumentError: DDP keeps its hook. Idempotent."""
         self._closed = True
         in_use.discard(self._comm)
         if self._is_own:
@@ -127,11 +127,12 @@ class Compression:
         """Follow a GradScaler, which multiplies the gradients by a factor that changes.
 
         Each backward pass reads ``scaler.get_scale()``, and residuals are converted from the factor of their step to
-        that of the next. A pass whose gradients are not all finite, which the scaler skips, changes no residual. For
-        that the residuals are copied in each step. Call it once, on all ranks, before the first backward pass. The
-        scaler must not change its factor between a backward() and the ``scaler.step()`` that uses its gradients.
+        the factor of the next step. The scaler skips a pass whose gradients are not all finite; such a pass changes no
+        residual, for which the residuals are copied in each step. Call scale_with() once, on all ranks, before the
+        first backward pass. The scaler must not change its factor between a backward() and the ``scaler.step()`` that
+        uses its gradients.
 
-        Raises ArgumentError for something without get_scale(), and for codecs with momentum, which would keep the
+        Raises ArgumentError for an object without get_scale(), and for codecs with momentum, which would keep the
         old factor.
         """
         if not callable(getattr(scaler, "get_scale", None)):
@@ -144,11 +145,11 @@ class Compression:
         self._scaled = LossScaling(scaler)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state between two steps, for ``torch.save``; ``torch.load`` reads it with its defaults.
+        """Copy this rank's state between two steps, for ``torch.save``; ``torch.load`` reads it with its defaults.
 
-        "residuals" and "momenta" have float32 tensors by parameter name, in the parameters' shapes; those that no step
-        has used yet are zeros. With low_rank, "factors" has those with which the next step begins. "step" and "calls"
-        are counters, on which warm-up and random codecs depend.
+        "residuals" and "momenta" have float32 tensors by parameter name, in the parameters' shapes; unused ones are
+        zeros. With low_rank, "factors" has the factors with which the next step begins. Warm-up and random codecs
+        depend on the counters "step" and "calls".
         """
         self._check_between_steps("state_dict()")
         return to_saved(self._comm, self._groups, self.step)
@@ -159,11 +160,12 @@ class Compression:
         return FullState(self)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Collective: the state of all ranks between two steps, the same on each, which fits any number of ranks.
+        """Collective: gather the state of all ranks between two steps, the same on each, for any number of ranks.
 
-        Its residuals are what the results lack so far: per element, the mean of the ranks' own errors plus the error
-        of the sum. A group that loads it delivers that, whatever its size; "momenta" are the means over the ranks. A
-        run that goes on from it has not lost anything, but only state_dict() of each rank continues with the same bits.
+        Its residuals are the difference between exact and delivered results so far: per element, the mean of the ranks'
+        own errors plus the error of the sum. A group of any size that loads them delivers them; "momenta" are the means
+        over the ranks. A run that continues from it has lost nothing, but only state_dict() of each rank continues with
+        the same bits.
         """
         self._check_between_steps("full_state_dict()")
 
@@ -177,14 +179,14 @@ class Compression:
     ) -> IncompatibleKeys:
         """Restore a state; every rank must call it.
 
-        - ``state_dict()`` of the rank of this number in a group of this size: training goes on with the same bits.
-        - ``full_state_dict()``, or a list of the ``state_dict()`` of all ranks, of a group of any size: what their
-          residuals have not delivered yet is delivered by this group, in the mean over the ranks; momenta become their
-          mean. On one rank nothing is encoded, and residuals are dropped.
+        - ``state_dict()`` of the same rank in a group of the same size: training continues with the same bits.
+        - ``full_state_dict()``, or a list of the ``state_dict()`` of all ranks, of a group of any size: this group
+          delivers the values of their residuals, in the mean over the ranks; momenta become their mean. On one rank
+          nothing is encoded, and residuals are dropped.
 
         With ``strict=False`` a full_state_dict() may be of other parameters or codecs, for example because parameters
-        were frozen, unfrozen or replaced in the course of a training: those whose name, shape, strides, element type
-        and codec are the same get their state, and others begin with zeros.
+        were frozen, unfrozen or replaced during training: parameters with the same name, shape, strides, element type
+        and codec get their state, and others begin with zeros.
 
         Returns ``missing_keys`` and ``unexpected_keys``, as torch.nn.Module.load_state_dict() does: the names of the
         parameters without a state that fits, and of the states that do not fit. Both are empty unless ``strict`` is
@@ -211,7 +213,7 @@ class Compression:
         self._settle()
 
     def _settle(self) -> None:
-        """Undo what a pass that the scaler skips has done to the residuals."""
+        """Undo the changes to the residuals by a pass that the scaler skips."""
         if self._scaled is not None:
             self._scaled.settle()
 
@@ -234,13 +236,13 @@ class Compression:
         if not comm.transport.is_threaded:
             raise ArgumentError(
                 "the hook never waits, so it needs a progress thread, which MPI allows with MPI_THREAD_MULTIPLE only; "
-                "leave mpi4py.rc.thread_level as it is, or comm out"
+                "leave mpi4py.rc.thread_level at its default, or leave out comm"
             )
 
     def _check_alike(self, codec: str) -> None:
         """Collective: raise MismatchError on all ranks unless they reduce the same parameters in the same way.
 
-        ``codec``: in words, what the program asks for.
+        ``codec``: a text for the codec that the program asks for.
         """
         lines = [f"warmup_steps={self._warmup_steps}", codec]
         lines += [f"{group.codec_spec} for {', '.join(group.names)} ({group.dtype})" for group in self._groups]
@@ -260,7 +262,7 @@ class Compression:
         return device
 
     def _reduce(self, bucket: Any) -> Any:
-        """The hook: start the groups that are complete with this bucket; returns the future of its buffer."""
+        """Start the groups that this bucket completes (the hook). Returns the future of the bucket's buffer."""
         if self._closed:
             raise ArgumentError("the handle that compress() returned is closed; wrap the model in DDP again")
         if not self._pass.is_under_way:
@@ -278,7 +280,7 @@ class Compression:
         return arrived.future()
 
     def _begin_pass(self) -> None:
-        """The first bucket of a pass has arrived, and all calls of the pass before it have ended."""
+        """Begin a pass: its first bucket has arrived, and all calls of the previous pass have ended."""
         self._warn_of_unfrozen()
         lr = None if self.lr is None else lr_of(self.lr)  # a schedule may give an array
         self._pass.lr = lr if self._scaled is None else self._scaled.begin(lr)
@@ -297,11 +299,11 @@ class Compression:
 
     @property
     def _is_exact(self) -> bool:
-        """Whether this step sends all values as they are."""
+        """Whether this step sends all values unencoded."""
         return self.step < self._warmup_steps
 
     def _start(self, number: int) -> None:
-        """Start the reduction of a group. The buckets that wait for it get their futures when it ends."""
+        """Start the reduction of a group. Buckets that wait for the group are completed when it ends."""
         begun = self._pass
         group, gradients = self._groups[number], begun.gradients[number]
         if group.rank and not self._is_exact:
@@ -320,7 +322,7 @@ class Compression:
             self._ended(begun, number, None)
 
     def _end_factors(self, ended: BackwardPass) -> None:
-        """All groups have started: make the second calls of those that travel by factors, and wait for the results."""
+        """Make the second calls of the groups that travel by factors, after all groups have started, and wait."""
         error: Exception | None = None
         try:
             for number in ended.by_factors:
@@ -336,7 +338,7 @@ class Compression:
             self._ended(ended, number, error)
 
     def _launch(self, group: ParameterGroup, gradients: list[Any]) -> Any:
-        """Start a call; returns its Work."""
+        """Start a call. Returns its Work."""
         if group.codec is None:
             return ExactWork(gradients, self._process_group)
         codec = NoCodec() if self._is_exact else group.codec
@@ -355,7 +357,7 @@ class Compression:
         )
 
     def _ended(self, begun: BackwardPass, number: int, error: Exception | None) -> None:
-        """A group's call has ended on the host, or is ordered before the current stream."""
+        """Note that a group's call has ended on the host, or is ordered before the current stream."""
         if self._scaled is not None and error is None:
             self._scaled.look_at(begun.gradients[number])
         with self._lock:

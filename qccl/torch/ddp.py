@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["compress"]
 
-#: the default of torch.distributed: a rank may evaluate or save for a while before its next step
+#: torch.distributed's default: a rank may evaluate or save for a while before its next step
 _TIMEOUT_SECONDS = 1800.0
 
 
@@ -63,15 +63,15 @@ def compress(
         low_rank: the rank r of PowerSGD's factors (Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727), which are
             sent in place of the gradients of large matrices, encoded by ``codec``: r (n + m) float32 numbers for n x m,
             if that is less than half of n m. n is the outermost dimension in memory, and m the product of the others.
-            Smaller matrices, and those that ``codecs`` names, are sent as without it. What the factors lack of the
-            gradients is kept as a residual, with any codec. On the CPU. 0: no factors.
+            Smaller matrices, and matrices that ``codecs`` names, are sent without factors. The factors' error is kept
+            as a residual, with any codec. On the CPU only. 0: no factors.
         warmup_steps: the number of first steps that send all values unencoded.
-        group_bytes: the most bytes of gradients that one call reduces; the first one at most 1 MiB, so that it starts
-            early. Smaller groups start earlier; each costs a call.
+        group_bytes: the most bytes of gradients in one call; the first call has at most 1 MiB, so that it starts
+            early. Smaller groups start earlier, but each costs a call.
         comm: a communicator of the same ranks, for this handle alone; the caller closes it. None: a new one, by
             Communicator.from_torch() of the model's process group.
         timeout: seconds after which an unfinished reduction fails, for example because a rank has not reached its
-            backward pass. None: that of ``comm``, or half an hour.
+            backward pass. None: the timeout of ``comm``, or half an hour without ``comm``.
         trace: a list that gets the events of all calls, as in Communicator.quantized_allreduce.
 
     Returns:
@@ -104,21 +104,21 @@ def compress(
     is_own = comm is None
     if comm in in_use:
         raise ArgumentError(
-            "comm belongs to another handle of compress(), whose state has the same keys; close() that one, pass "
-            "another communicator, or leave comm out"
+            "comm belongs to another handle of compress(), whose state has the same keys; close() that handle, pass "
+            "another communicator, or leave out comm"
         )
     if comm is None:
         comm = Communicator.from_torch(ddp_model.process_group, timeout or _TIMEOUT_SECONDS)
-    comm._session.state.forget_used([group.key for group in groups])  # of a handle that was closed
+    comm.state.forget_used([group.key for group in groups])  # state of a closed handle
     frozen = frozen_parameters(ddp_model)
     handle = Compression(ddp_model.process_group, groups, frozen, comm, is_own, warmup_steps, timeout, trace)
     in_use.add(comm)
     try:
         handle._check_ranks()
         handle._check_alike(f"the faster one of none and {lossiest(codec).spec()}" if is_measured else "a codec")
-        if is_measured:  # collective, so not before the ranks have compared their arguments
+        if is_measured:  # after the ranks have compared their arguments, because measuring is collective
             handle._adopt(faster(groups, lossiest(codec), comm))
-        ddp_model._comm_hooks.clear()  # those of the model that this one is a copy of
+        ddp_model._comm_hooks.clear()  # a copy of a model has the original's hooks
         ddp_model.register_comm_hook(HookState(handle), reduce_bucket)
     except BaseException as error:
         handle.close()
@@ -144,7 +144,7 @@ def _is_measured(codec: CodecLike) -> bool:
     """Whether ``codec`` is "auto:CODEC". Raises ArgumentError for "auto" alone."""
     if isinstance(codec, str) and codec.strip().lower() == "auto":
         raise ArgumentError(
-            f"compress() takes no codec that the program did not name: give {codec!r} as 'auto:minmax4+ef', the faster "
-            f"one of no codec and minmax4+ef by measured calls, or name the codec alone, such as 'minmax4+ef'"
+            f"compress() needs the name of a codec in {codec!r}: 'auto:minmax4+ef' is the faster of no codec and "
+            f"minmax4+ef by measured calls; or name the codec alone, such as 'minmax4+ef'"
         )
     return arguments.is_auto(codec)

@@ -1,8 +1,8 @@
 """The arithmetic of low-rank compression whose results must have the same bits on all ranks.
 
-The order in which a matrix product of PyTorch adds depends on the processor and on the number of threads, and ranks may
-have different ones. kernels/host/factor_loops.cpp adds in an order of its own, by single additions, multiplications,
-divisions and square roots, which IEEE 754 rounds alike everywhere.
+PyTorch's matrix products add in an order that depends on the processor and on the number of threads, which may differ
+between ranks. kernels/host/factor_loops.cpp adds in a fixed order, by single additions, multiplications, divisions
+and square roots, which IEEE 754 rounds alike everywhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["matrix_shape", "orthonormal_rows", "outer_sum"]
 
 
 def matrix_shape(parameter: Any) -> tuple[int, int]:
-    """Rows and columns of a parameter as a matrix: its outermost dimension in DDP's bucket, and the others' product."""
+    """The rows and columns of a parameter as a matrix: its outermost dimension in DDP's bucket, and the others."""
     like = like_in_bucket(parameter, device="meta")
     if not like.numel() or not like.dim():
         return 1, like.numel()
@@ -30,15 +30,16 @@ def matrix_shape(parameter: Any) -> tuple[int, int]:
 
 
 def orthonormal_rows(rows: np.ndarray, seed: int) -> np.ndarray:
-    """Orthonormal rows that span the given ones (r x n), by Gram-Schmidt in double precision; float32 in, float32 out.
+    """Orthonormalise rows (r x n) by Gram-Schmidt in double precision; float32 in, float32 out.
 
     Each row is projected twice, which leaves an error of the order of rounding (Giraud, Langou and Rozloznik 2005, "The
-    loss of orthogonality in the Gram-Schmidt orthogonalization process"). A row that depends on earlier ones, such as a
-    row of zeros, is replaced by a random one, which follows from ``seed``, of 32 bits, and its place alone; so is a row
-    that is not finite. A row depends on earlier ones if no more than a millionth of its norm is left without them.
+    loss of orthogonality in the Gram-Schmidt orthogonalization process"). A row that depends on earlier rows, such as a
+    row of zeros, is replaced by a random row, and so is a row that is not finite. The random row follows from ``seed``
+    (32 bits) and the row's place alone. A row depends on earlier rows if their projections leave at most a millionth of
+    its norm.
 
-    Scalar products have eight partial sums: sum l adds the elements l, l + 8, ... Then l and l + 4 are added, l and
-    l + 2, and the last two.
+    Scalar products have eight partial sums: sum l adds the elements l, l + 8, ... Then sums l and l + 4 are added, then
+    l and l + 2, then the last two.
 
     Raises ArgumentError if there are more rows than columns, and for anything else than a matrix of float32.
     """
@@ -55,8 +56,8 @@ def orthonormal_rows(rows: np.ndarray, seed: int) -> np.ndarray:
 def outer_sum(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
     """Set ``out`` (n x m) to the sum of the outer products of the rows of ``p`` (r x n) and ``q`` (r x m), in order.
 
-    That is the product of the transposed ``p`` and ``q``. All are float32 on the CPU, and ``out``, which overlaps
-    neither of the others, is contiguous. PyTorch's number of threads share the rows.
+    It is the product of the transposed ``p`` and ``q``. All are float32 on the CPU. ``out`` is contiguous, and overlaps
+    neither of the others. As many threads as PyTorch uses share the rows.
 
     Raises ArgumentError for other shapes and element types, and for r = 0.
     """

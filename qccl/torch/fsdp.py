@@ -26,7 +26,7 @@ from qccl.torch.units import SEPARATORS, KeyOfSet, not_known, reduced_parameters
 
 __all__ = ["AllGather", "ReduceScatter", "checked_communicator", "sharded_modules"]
 
-#: reductions that qccl does, by PyTorch's; PyTorch does the others, such as PREMUL_SUM
+#: PyTorch's names of the reductions that qccl does; PyTorch does the others, such as PREMUL_SUM
 _OPS = ((dist.ReduceOp.AVG, "avg"), (dist.ReduceOp.SUM, "sum"))
 
 
@@ -38,11 +38,11 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
     (unless with set_force_sum_reduction_for_comms()). With HSDP, qccl.torch.AllReduce averages the replicas.
 
     With the codec "auto" or "auto:CODEC" each module has the faster one of none and CODEC, as in
-    Communicator.quantized_allreduce(). Then a job that continues from a checkpoint needs the profile of the first one.
+    Communicator.quantized_allreduce(). A job that continues from a checkpoint then needs the first job's profile.
 
     Attributes:
-        codec: of the gradients; with "auto" the one that may be chosen.
-        key: begins the names of the state of codecs with "+ef" or "+nesterov" in the communicator.
+        codec: the codec of the gradients; with "auto" the codec that may be chosen.
+        key: the begin of the keys under which codecs with "+ef" or "+nesterov" keep state in the communicator.
         lr: the learning rate of the present step, for "+ef" (see quantized_allreduce); set it before each backward(),
             or never (None).
     """
@@ -50,14 +50,14 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
     def __init__(self, codec: CodecLike, comm: Communicator, *, key: str | None = None) -> None:
         """``comm`` has the ranks of the mesh's shard dimension: ``qccl.Communicator.from_torch(mesh.get_group())``.
 
-        No other object may have the same ``key`` in ``comm``, if the codec keeps state. None: "fsdp" for the first
-        ReduceScatter with state, "fsdp#2" for the second one, and so on; all ranks make them in the same order.
+        If the codec keeps state, no other object may have the same ``key`` in ``comm``. None: "fsdp" for the first
+        ReduceScatter with state, "fsdp#2" for the second, and so on; all ranks make them in the same order.
         """
         self.codec, self._asked = lossiest(codec), checked_codec(codec)
         self.lr: float | None = None
         self._comm = checked_communicator(comm)
         self._exact = DefaultReduceScatter()
-        owners, is_stateful = self._comm._session.state.owners, bool(self.codec.state_names)
+        owners, is_stateful = self._comm.state.owners, bool(self.codec.state_names)
         self._owner = owners.add("ReduceScatter", "fsdp", key, separators=SEPARATORS, is_stateful=is_stateful)
         self.key = self._owner.name
         self._is_installed = False
@@ -69,8 +69,8 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
     def install(self, model: Any) -> None:
         """Set this reduce-scatter for all modules of ``model`` that fully_shard() has wrapped.
 
-        The state of each has a key of its own, made of ``key`` and the module's name, so it fits the same model later.
-        Parameters may have a gradient in some steps only, the same ones on all ranks: residuals follow them.
+        Each module's state has its own key, made of ``key`` and the module's name, so it fits the same model later.
+        Parameters may lack a gradient in some steps, if they do so on all ranks: residuals follow the parameters.
         Raises ArgumentError for a second model if the codec keeps state.
         """
         modules = sharded_modules(model)
@@ -81,11 +81,11 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
             module.set_custom_reduce_scatter(_ModuleReduceScatter(self, name))
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory as PyTorch's own reduce-scatter takes it."""
+        """Allocate memory like PyTorch's own reduce-scatter."""
         return self._exact.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, *call: Any, **named: Any) -> dist.Work | None:
-        """FSDP2 calls it, on the stream of its reduce-scatters; the arguments are those of _reduce()."""
+        """Reduce and scatter, when FSDP2 calls this on the stream of its reduce-scatters; see _reduce()."""
         return self._reduce(self, "", *call, **named)
 
     def _reduce(
@@ -98,13 +98,13 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """A call of ``part``, whose state has the key ``self.key + rest``."""
+        """Make a call of ``part``, whose state has the key ``self.key + rest``."""
         name = next((ours for theirs, ours in _OPS if op == theirs), None)
         if name is None or not _encodes(self.codec, input_tensor):
             if "momentum" in self.codec.state_names:
                 raise ArgumentError(
-                    f"PyTorch itself reduces gradients of {input_tensor.dtype} with {op}, and would leave the momentum "
-                    f"of +nesterov out; use a codec without +nesterov, and the optimiser's momentum"
+                    f"PyTorch itself reduces gradients of {input_tensor.dtype} with {op}, without the momentum of "
+                    f"+nesterov; use a codec without +nesterov, and the optimiser's momentum"
                 )
             return self._exact(output_tensor, input_tensor, group, op, async_op)
         if not _same_ranks(self._comm, group):
@@ -130,7 +130,7 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
         found = reduced_parameters()
         if found is None and part is not self:
             raise not_known()
-        if found is None:  # a call of the program itself
+        if found is None:  # the program itself calls this object
             return self._owner.key(rest) if self.codec.state_names else None
         group, members = found
         if part._unit is None or (group is not part._unit.group and not self.codec.state_names):
@@ -138,15 +138,15 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
         return part._unit.key(group, members, count)
 
     def close(self) -> None:
-        """Forget the state, and let others have the key. Every rank must call it alike; later calls are refused."""
+        """Delete the state, and free the key. All ranks must call it; later calls are refused."""
         self._owner.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state between two steps, for ``torch.save``; ``torch.load`` reads it with its defaults.
+        """Copy this rank's state between two steps, for ``torch.save``; ``torch.load`` reads it with its defaults.
 
-        "keys" has the residuals and momenta, as tensors, by the modules' names behind ``key``, or behind "fsdp" if no
-        ``key`` was given, so the state fits any object that was made without one; "calls" is the number of the
-        communicator's next call, on which random codecs depend.
+        "keys" has the residuals and momenta, as tensors, by ``key`` and the modules' names. Without a ``key`` it is
+        "fsdp", so the state fits any object without a key. "calls" is the number of the communicator's next call, on
+        which random codecs depend.
         """
         kept = self._comm.state_dict()
         keys = {key: entry for key, entry in kept["keys"].items() if self._owner.owns(key)}
@@ -155,10 +155,10 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
         return {"calls": kept["calls"], "keys": self._owner.renamed(keys, to_file=True)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state_dict() of the rank of this number in a group of this size; every rank must call it.
+        """Restore a state_dict() of the same rank in a group of the same size; every rank must call it.
 
-        Training then goes on with the same bits. Raises ArgumentError for any other state, such as one after calls that
-        has no residuals, and then changes nothing.
+        Training then continues with the same bits. Raises ArgumentError for any other state, such as a state after
+        calls without residuals, and then changes nothing.
         """
         if not isinstance(state, Mapping) or set(state) != {"calls", "keys"} or not isinstance(state["keys"], Mapping):
             raise ArgumentError('a state is the dict that state_dict() returned, with "calls" and "keys"')
@@ -166,15 +166,15 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
         if self.codec.state_names and not is_auto(self._asked) and state["calls"] and not keys:
             raise ArgumentError(
                 f"the state, after {state['calls']} calls, has no {' and no '.join(self.codec.state_names)}; "
-                f"torch.distributed.checkpoint loads only what a new object's state_dict() has, which is nothing: let "
-                f"each rank save its own file with torch.save(), or load nothing to begin with an empty state"
+                f"torch.distributed.checkpoint loads only the entries of a new object's state_dict(), which is empty: "
+                f"let each rank save its own file with torch.save(), or load nothing to begin with an empty state"
             )
         others = {key: each for key, each in self._comm.state_dict()["keys"].items() if not self._owner.owns(key)}
         self._comm.load_state_dict({"calls": state["calls"], "keys": {**others, **keys}})
 
 
 class _Unit:
-    """The parameters of a module, whose gradients are one vector: each rank's parts of all of them, rank after rank."""
+    """A module's parameters, whose gradients are one vector: all parameters' parts for rank 0, then for rank 1, ..."""
 
     def __init__(
         self, comm: Communicator, owner: Owner, rest: str, group: Any, kinds: Sequence[str]
@@ -190,7 +190,7 @@ class _Unit:
             raise ArgumentError(
                 f"the ReduceScatter with the state {self._what!r} reduces the gradients of two modules, with the "
                 f"parameters {', '.join(self._lengths)} and {', '.join(str(p._param_fqn) for p in group.fsdp_params)}; "
-                f"give each module one of its own, as install() does"
+                f"give each module its own ReduceScatter, as install() does"
             )
         names = [self._names[each] for each in members]
         if self._size * sum(self._lengths[name] for name in names) != count:
@@ -202,7 +202,7 @@ class _Unit:
         return self._keys.key(names)
 
     def _places(self, names: Sequence[str]) -> Places:
-        """Where the state of each parameter is in the vector of these."""
+        """The place of each parameter's state in the vector of the parameters ``names``."""
         width, start, found = sum(self._lengths[name] for name in names), 0, dict[str, list[tuple[str, int, int]]]()
         for name in names:
             parts = range(start, start + self._size * width, width)
@@ -232,10 +232,10 @@ class _ModuleReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch ha
 class AllGather(api.AllGather):  # type: ignore[misc]  # torch has no types here
     """An all-gather with encoded traffic, for ``set_custom_all_gather()`` of FSDP2's modules.
 
-    All ranks compute with the same decoded weights, also the one whose shard they come from; the optimiser's shard
-    stays exact. Weights of float32, float16 and bfloat16 are encoded. PyTorch moves everything else exactly: all
-    weights with the codec "none", other element types, modules whose parameters have several (FSDP2 moves their bytes),
-    and the smaller groups of ``reshard_after_forward=n``, whose weights were decoded before.
+    All ranks compute with the same decoded weights, also the rank that owns a shard; the optimiser's shard stays exact.
+    Weights of float32, float16 and bfloat16 are encoded. PyTorch moves everything else exactly: all weights with the
+    codec "none", other element types, modules with several element types (FSDP2 moves their bytes), and the smaller
+    groups of ``reshard_after_forward=n``, whose weights were decoded before.
 
     ``codec`` may be "auto", as in ReduceScatter.
     """
@@ -259,13 +259,13 @@ class AllGather(api.AllGather):  # type: ignore[misc]  # torch has no types here
             module.set_custom_all_gather(self)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory as PyTorch's own all-gather takes it."""
+        """Allocate memory like PyTorch's own all-gather."""
         return self._exact.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """FSDP2 calls it, on the stream of its all-gathers; ``input_tensor`` is a part of ``output_tensor``."""
+        """Gather, when FSDP2 calls this on the stream of its all-gathers; the input is a part of the output."""
         if not _encodes(self.codec, input_tensor) or not _same_ranks(self._comm, group):
             return self._exact(output_tensor, input_tensor, group, async_op)
         work = self._comm.quantized_all_gather(input_tensor, output_tensor, codec=self._asked, async_op=async_op)
@@ -273,14 +273,14 @@ class AllGather(api.AllGather):  # type: ignore[misc]  # torch has no types here
 
 
 class _UnitWork(dist.Work):  # type: ignore[misc]  # torch has no types here
-    """A call under way, as PyTorch's Work."""
+    """A call under way, with the interface of PyTorch's Work."""
 
     def __init__(self, work: Any) -> None:
         super().__init__()
         self._work = work
 
     def wait(self, timeout: Any = None) -> bool:
-        """On the host until the call has ended; on CUDA the current stream waits."""
+        """Wait until the call has ended; on CUDA let the current stream wait."""
         self._work.wait()
         return True
 
@@ -290,7 +290,7 @@ class _UnitWork(dist.Work):  # type: ignore[misc]  # torch has no types here
 
 
 def checked_communicator(comm: Any) -> Communicator:
-    """``comm``. Raises ArgumentError for anything but a Communicator."""
+    """Return ``comm``. Raises ArgumentError for anything but a Communicator."""
     if not isinstance(comm, Communicator):
         raise ArgumentError(
             f"comm must be a Communicator, such as qccl.Communicator.from_torch(mesh.get_group()), not "
@@ -310,7 +310,7 @@ def _same_ranks(comm: Communicator, group: dist.ProcessGroup) -> bool:
 def sharded_modules(model: Any) -> list[tuple[str, FSDPModule]]:
     """The modules that fully_shard() has wrapped, by name; "" is the model itself.
 
-    Of modules that one call has wrapped as a list, the first stands for all: FSDP2 reduces their gradients together.
+    If one call has wrapped a list of modules, only the first is listed: FSDP2 reduces their gradients together.
     """
     if isinstance(model, torch.nn.Module):
         found: dict[int, tuple[str, FSDPModule]] = {}

@@ -24,8 +24,7 @@ __all__ = ["ENCODED", "ParameterGroup", "Policy", "faster", "form_groups", "tabl
 
 #: element types that codecs encode; PyTorch itself moves and reduces the others
 ENCODED = (torch.float32, torch.float16, torch.bfloat16)
-#: factors must have at least so many times fewer elements than the matrix, as in PyTorch's PowerSGD hook
-#: (min_compression_rate)
+#: a matrix has factors if it has at least this many times their elements; min_compression_rate of PyTorch's PowerSGD
 _LOW_RANK_GAIN = 2
 
 
@@ -34,10 +33,10 @@ class ParameterGroup:
     """Parameters of one element type whose gradients are reduced by one call.
 
     Attributes:
-        key: the name of its state.
-        codec: of its gradients, or of their factors; None: the process group reduces them, exactly.
-        names, parameters: in the order of the call's arrays.
-        rank: the rank of the factors by which the gradients travel (qccl.torch.low_rank); 0: they travel themselves.
+        key: the key of the group's state.
+        codec: the codec of the gradients, or of their factors; None: the process group reduces the gradients, exactly.
+        names, parameters: the parameters in the order of the call's arrays.
+        rank: the rank of the factors that are sent for the gradients (qccl.torch.low_rank); 0: no factors.
     """
 
     key: str
@@ -53,7 +52,7 @@ class ParameterGroup:
 
     @property
     def codec_spec(self) -> str:
-        """The specification of the codec, with the rank of factors before it, or the word "exact", for tables."""
+        """The codec's specification for tables, after the rank of factors, or the word "exact"."""
         if self.codec is None:
             return "exact"
         return f"low_rank:{self.rank}:{self.codec.spec()}" if self.rank else self.codec.spec()
@@ -72,26 +71,26 @@ class ParameterGroup:
 
     @property
     def counts(self) -> list[int]:
-        """Elements of each parameter."""
+        """The elements of each parameter."""
         return [parameter.numel() for parameter in self.parameters]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gradients."""
+        """The bytes of the gradients."""
         return sum(self.counts) * int(self.parameters[0].element_size())
 
     @property
     def encoded_nbytes(self) -> int:
-        """Bytes of the encoded gradients: the mean of both rounds, whose codecs differ in a pair such as "A/B"."""
+        """The bytes of the encoded gradients: the mean of both rounds, whose codecs differ in a pair such as "A/B"."""
         if self.codec is None:
             return self.nbytes
         if not self.rank:
             return int(sum(encoded_nbytes(self.codec, count, dtypes.get(self.dtype)) for count in self.counts))
-        sides = [self.rank * side for p in self.parameters for side in matrix_shape(p)]  # of float32 factors
+        sides = [self.rank * side for p in self.parameters for side in matrix_shape(p)]  # elements of float32 factors
         return int(sum(encoded_nbytes(self.codec, count) for count in sides))
 
     def description(self) -> dict[str, Any]:
-        """The owner of state, in types that torch.load() always reads. Strides tell the order of its elements."""
+        """Describe the group in a state, in types that torch.load() always reads. Strides give the elements' order."""
         parameters = [
             [name, list(parameter.shape), list(like_in_bucket(parameter, device="meta").stride())]
             for name, parameter in zip(self.names, self.parameters, strict=True)
@@ -101,7 +100,7 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class Policy:
-    """Which codec a parameter gets; the arguments of compress()."""
+    """The rule that gives each parameter a codec, from the arguments of compress()."""
 
     codec: CodecLike
     codecs: Mapping[str, CodecLike] = field(default_factory=dict)
@@ -154,14 +153,14 @@ class Policy:
         return codecs.get(self.codec) if self._is_large(parameter) else self._uncompressed()
 
     def _takes_codec(self, name: str, parameter: Any) -> bool:
-        """Whether a parameter has ``codec``: no pattern names it, it is large, and its elements can be encoded."""
+        """Whether a parameter gets ``codec``: no pattern names it, it is large, and its elements can be encoded."""
         is_named = any(fnmatchcase(name, pattern) for pattern in (*self.exclude, *self.codecs))
         return parameter.dtype in ENCODED and self._is_large(parameter) and not is_named
 
     def rank_of(self, name: str, parameter: Any) -> int:
-        """The rank of the factors by which a parameter's gradient travels; 0: it travels itself.
+        """The rank of the factors that are sent for a parameter's gradient; 0: no factors.
 
-        Only matrices have factors that ``codec`` encodes, not those that ``codecs`` and ``exclude`` name.
+        Only matrices with the codec ``codec`` have factors, not parameters that ``codecs`` or ``exclude`` name.
         """
         if not self.low_rank or not self._takes_codec(name, parameter):
             return 0
@@ -170,11 +169,11 @@ class Policy:
         return self.low_rank if is_smaller else 0
 
     def _is_large(self, parameter: Any) -> bool:
-        """Whether it takes ``codec`` if no pattern says otherwise."""
+        """Whether a parameter is large enough for ``codec``."""
         return bool(parameter.dim() > 1 and parameter.numel() >= self.min_elements)
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise ArgumentError for a pattern that matches no name, and for something else than a codec."""
+        """Raise ArgumentError for a pattern that matches no name, and for an invalid codec."""
         names = list(names)
         for codec in (self.codec, *self.codecs.values()):
             codecs.get(codec)
@@ -186,16 +185,16 @@ class Policy:
                 )
 
     def _uncompressed(self) -> Codec:
-        """No codec, and the momentum of the usual one: the optimiser has none then."""
+        """The codec "none" with the momentum of ``codec``: the optimiser then has no momentum."""
         mu = momentum_of(codecs.get(self.codec))
         return Momentum(NoCodec(), mu) if mu else NoCodec()
 
 
 def form_groups(named: Iterable[tuple[str, Any]], policy: Policy, group_bytes: int) -> list[ParameterGroup]:
-    """The groups of these parameters, in the order in which a backward pass usually completes them.
+    """Group parameters, in the order in which a backward pass usually completes the groups.
 
-    It runs from the last parameter to the first. A group has one element type, one codec and one rank, and the size
-    that qccl.training.grouping gives it.
+    A backward pass runs from the last parameter to the first. A group has one element type, one codec and one rank;
+    qccl.training.grouping decides its size.
     """
     order = list(named)[::-1]
     kinds = [(p.dtype, policy.codec_of(name, p), policy.rank_of(name, p)) for name, p in order]
@@ -209,7 +208,7 @@ def form_groups(named: Iterable[tuple[str, Any]], policy: Policy, group_bytes: i
 
 
 def faster(groups: Iterable[ParameterGroup], codec: Codec, comm: Communicator) -> list[ParameterGroup]:
-    """Collective: the groups with this codec as they are, or without one where that is faster by measured calls."""
+    """Collective: take the codec away from the groups that are faster without it, by measured calls."""
 
     def chosen(group: ParameterGroup) -> ParameterGroup:
         if group.codec != codec or group.rank:
@@ -222,7 +221,7 @@ def faster(groups: Iterable[ParameterGroup], codec: Codec, comm: Communicator) -
 
 
 def table(groups: Sequence[ParameterGroup]) -> str:
-    """A line for each group: its codec, element type, elements, bytes before and after encoding, and parameters."""
+    """Make a line for each group: codec, element type, elements, bytes before and after encoding, parameters."""
     rows: list[tuple[str, ...]] = [("group", "codec", "dtype", "elements", "bytes", "encoded", "parameters")]
     for i, group in enumerate(groups):
         sizes = f"{sum(group.counts)}", f"{group.nbytes}", f"{group.encoded_nbytes}"
@@ -234,7 +233,7 @@ def table(groups: Sequence[ParameterGroup]) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]], numbers: Container[int]) -> str:
-    """Rows as lines with aligned columns; those of ``numbers`` at their right ends."""
+    """Join rows to lines with aligned columns; the columns ``numbers`` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(

@@ -1,4 +1,4 @@
-"""The communication hook of compress() as DDP keeps it, and what a copy of the model has in its place."""
+"""The communication hook of compress() that DDP keeps, and its replacement in a copy of the model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["HookState", "is_of_a_copy", "reduce_bucket"]
 
 
 class HookState:
-    """The state of the hook: the handle of compress(), which stays behind where a model is pickled or copied.
+    """The state of the hook: the handle of compress(). A pickle or a copy of the model does not contain the handle.
 
     Attributes:
-        handle: None in a copy, whose reducer has no hook.
+        handle: the handle; None in a copy, whose reducer has no hook.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -34,11 +34,11 @@ def _of_a_copy() -> HookState:
 
 
 def is_of_a_copy(hook: tuple[Any, Any]) -> bool:
-    """Whether an entry of DDP's list of hooks came with a copy, so that the reducer has no such hook."""
+    """Whether an entry of DDP's list of hooks was copied with the model, so that the reducer lacks this hook."""
     return isinstance(hook[1], HookState) and hook[1].handle is None
 
 
 @not_traced  # the backward pass of a compiled step calls it while TorchDynamo looks for frames to compile
 def reduce_bucket(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
-    """The hook."""
+    """Reduce a bucket; DDP calls this hook."""
     return state.handle._reduce(bucket)

@@ -4,7 +4,7 @@ Inside a replica FSDP2 shards the model, over a fast network; the replicas avera
 fully_shard() gets the shard dimension of the mesh alone, and calls the hook of set_all_reduce_hook() with each module's
 shard of the gradients, already averaged inside the replica. The hook here averages it between the replicas.
 
-On the host the backward pass goes on while an average is under way, where FSDP2 does not read the gradients before
+On the host the backward pass continues while an average is under way, unless FSDP2 reads the gradients before
 backward() ends. On CUDA the hook's stream has the same effect.
 """
 
@@ -35,7 +35,7 @@ from qccl.torch.units import SEPARATORS, KeyOfSet, not_known, reduced_parameters
 
 __all__ = ["AllReduce"]
 
-#: ends the error for a state of other parameters
+#: the end of the error for a state of other parameters
 _HINT = "; if it lacks parameters that were frozen, freeze them before install(), and unfreeze them after loading"
 
 
@@ -45,7 +45,7 @@ class AllReduce:
     Attributes:
         lr: the learning rate of the present step, for "+ef" (see quantized_allreduce); set it before each backward(),
             or never (None).
-        step: backward passes so far.
+        step: the number of backward passes so far.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class AllReduce:
         """``comm`` has the ranks of the mesh's replicas: ``Communicator.from_torch(mesh["replicate"].get_group())``.
 
         ``codec`` is for parameters with two or more dimensions; ``codecs``, ``exclude`` and ``min_elements`` choose
-        other codecs by name and size, as in compress(). ``key`` begins the names of the residuals and momenta in
-        ``comm``, and no other object there may have it, if a codec keeps state. None: "hsdp" for the first AllReduce
-        with state that is installed, "hsdp#2" for the second one, and so on; all ranks install them in the same order.
+        other codecs by name and size, as in compress(). ``key`` is the begin of the residuals' and momenta's names in
+        ``comm``; if a codec keeps state, no other object may have it. None: "hsdp" for the first installed AllReduce
+        with state, "hsdp#2" for the second, and so on; all ranks install them in the same order.
         """
         self._comm = checked_communicator(comm)
         self._policy = Policy.of(codec, codecs, exclude, min_elements)
@@ -84,16 +84,16 @@ class AllReduce:
     def install(self, model: Any) -> None:
         """Collective: set the hook of all modules of ``model`` that fully_shard() has wrapped; once for each object.
 
-        The state of a module has a key of its own, so it fits the same model later. Parameters may have a gradient in
-        some steps only, the same ones on all replicas, and may be frozen and unfrozen: residuals follow them.
+        Each module's state has its own key, so it fits the same model later. Parameters may lack a gradient in some
+        steps, if they do so on all replicas, and may be frozen and unfrozen: residuals follow the parameters.
 
-        Raises ArgumentError for a model without such modules, for one whose mesh has the replicas, too (FSDP2 averages
-        them itself then), and if the parameters that need gradients differ between replicas; then it changes nothing.
-        Those that are unfrozen later are compared in their first backward pass.
+        Raises ArgumentError, and changes nothing, for a model without such modules, for a model whose mesh includes the
+        replicas (FSDP2 then averages them itself), and if the parameters that need gradients differ between replicas.
+        Parameters that are unfrozen later are compared in their first backward pass.
         """
         if self._modules:
             raise ArgumentError("this AllReduce is installed already; make one for each model")
-        owners, is_stateful = self._comm._session.state.owners, bool(self._policy.state_names)
+        owners, is_stateful = self._comm.state.owners, bool(self._policy.state_names)
         owner = owners.add("AllReduce", "hsdp", self._key, separators=SEPARATORS, is_stateful=is_stateful)
         try:
             modules = self._checked_modules(model, owner)
@@ -113,15 +113,15 @@ class AllReduce:
         return modules
 
     def close(self) -> None:
-        """Forget the state, and let others have the key. Every rank must call it alike; later calls are refused."""
+        """Delete the state, and free the key. All ranks must call it; later calls are refused."""
         self._is_closed = True
         if self._owner is not None:
             self._owner.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state between two steps, for ``torch.save``; ``torch.load`` reads it with its defaults.
+        """Copy this rank's state between two steps, for ``torch.save``; ``torch.load`` reads it with its defaults.
 
-        It has all parameters that have had a gradient so far, or needed one in install().
+        It has all parameters that have had a gradient so far, or needed gradients in install().
         """
         self._gather()
         return to_saved(self._comm, self._groups, self.step)
@@ -132,7 +132,7 @@ class AllReduce:
         return FullState(self)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Collective: the state of all ranks of the mesh between two steps, the same on each, for any other mesh.
+        """Collective: gather the state of all ranks of the mesh between two steps, the same on each, for any mesh.
 
         "residuals" and "momenta" have whole parameters; otherwise see Compression.full_state_dict().
         """
@@ -168,7 +168,7 @@ class AllReduce:
         loaded = {group.key for group in groups}
         for key in self._comm.state_dict()["keys"]:
             if self._owner is not None and self._owner.owns(key) and key not in loaded:
-                self._comm.reset(key)  # of other sets of the parameters
+                self._comm.reset(key)  # a key of another set of the parameters
 
     # -- the state ---------------------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class AllReduce:
         return [group for module in self._modules for group in module.groups]
 
     def _gather(self) -> None:
-        """Bring the state of each parameter to the groups of all."""
+        """Move the state of each parameter to the groups of all parameters."""
         for module in self._modules:
             module.gather()
 
@@ -190,7 +190,7 @@ class AllReduce:
         return codec is not None and {"residuals": "residual", "momenta": "momentum"}[kind] in codec.state_names
 
     def _descriptions(self, is_whole: bool) -> list[dict[str, Any]]:
-        """The groups of a state, with the shapes of this rank's shards or of whole parameters."""
+        """Describe the groups in a state, with the shapes of this rank's shards or of whole parameters."""
         found = [group.description() for group in self._groups]
         if is_whole:
             shapes = {name: [name, list(p.shape), list(p.stride())] for name, p in self._parameters().items()}
@@ -199,7 +199,7 @@ class AllReduce:
         return found
 
     def _own_part(self, full: Mapping[str, Any]) -> dict[str, Any]:
-        """A full state with this rank's shards of its tensors. What does not fit is left to from_saved()."""
+        """Take this rank's shards from a full state's tensors. from_saved() refuses tensors that do not fit."""
         own = dict(full)
         if full.get("groups") == self._descriptions(is_whole=True):
             own["groups"] = self._descriptions(is_whole=False)
@@ -235,7 +235,7 @@ class AllReduce:
                 )
 
     def _reduce(self, module: _Module, shard: torch.Tensor) -> None:
-        """The hook: average the gradients of a module's shard between the replicas, in place."""
+        """Average the gradients of a module's shard between the replicas, in place (the hook)."""
         if self._is_closed:
             raise ArgumentError("this AllReduce is closed; install another one")
         reduced = reduced_parameters()
@@ -268,7 +268,7 @@ class AllReduce:
         )
 
     def _end_pass(self) -> None:
-        """At the end of a backward pass: all gradients are averages of the replicas. Raises the first failure."""
+        """Wait for all averages at the end of a backward pass. Raises the first failure."""
         if not self._is_passing:
             return  # this is not the first callback of the pass
         self._is_passing = False
@@ -282,10 +282,10 @@ class _Module:
     """A module that fully_shard() has wrapped: its parameters, and the groups in which they are reduced.
 
     Attributes:
-        all_names: of all parameters, also frozen ones.
-        shards: FSDP2's records of the parameters that have had a gradient, needed one at first, or have a loaded state,
-            by name.
-        groups: these parameters, one group for each codec.
+        all_names: the names of all parameters, also of frozen ones.
+        shards: FSDP2's records, by name, of the parameters that have had a gradient, needed gradients in install(), or
+            have a loaded state.
+        groups: the groups of these parameters, one for each codec.
     """
 
     def __init__(
@@ -309,11 +309,11 @@ class _Module:
         self.all_names = [*self._names.values()]
         if isinstance(self._param_group.mesh_info, DDPMeshInfo):
             raise ArgumentError(
-                f"the mesh of {', '.join(self.all_names)} has the replicas, too, so FSDP2 averages the replicas "
+                f"the mesh of {', '.join(self.all_names)} includes the replicas, so FSDP2 averages the replicas "
                 f'itself; give fully_shard() the shard dimension alone: fully_shard(module, mesh=mesh["shard"])'
             )
         self._keys: dict[Codec, KeyOfSet] = {}
-        self._last: tuple[list[Any], list[tuple[ParameterGroup, list[int]]]] = [], []  # the groups of a step
+        self._last: tuple[list[Any], list[tuple[ParameterGroup, list[int]]]] = [], []  # the groups of the last step
         self._compared = set[Any]()  # the parameters that the replicas have compared
         self.shards: dict[str, Any] = {}
         self.groups: list[ParameterGroup] = []
@@ -330,12 +330,12 @@ class _Module:
         self.expect({self._names[each] for each in members})
 
     def expect(self, names: Set[str]) -> None:
-        """Have groups for the parameters of these names, too, of those that are here."""
+        """Add the module's parameters among these names to the groups."""
         self.shards = {name: each for each, name in self._names.items() if name in self.shards or name in names}
         self.groups = [group for group, _ in self._form_groups([*self.shards.values()])]
 
     def _form_groups(self, members: Sequence[Any]) -> Iterator[tuple[ParameterGroup, list[int]]]:
-        """One group for each codec, and the numbers of its members."""
+        """Form one group for each codec, with the numbers of its members."""
         by_codec: dict[Codec, list[int]] = {}
         for i, each in enumerate(members):
             name, p = self._names[each], each.sharded_param
@@ -375,26 +375,26 @@ class _Module:
         return self._keys[codec]
 
     def gather(self) -> None:
-        """Bring the state of each parameter to ``groups``, from the sets that it was in."""
-        entries = self._comm._session.state.entries.items()
+        """Move the state of each parameter to ``groups`` from the sets of parameters that had it."""
+        entries = self._comm.state.entries.items()
         lr = 1.0 if any(entry.lr for key, entry in entries if self._owner.owns(key)) else None
         for group in self.groups:
             if self._arrange(group):
                 take(self._comm, group, lr)
 
     def _arrange(self, group: ParameterGroup) -> bool:
-        """Let the group's next call find its state; returns whether that comes from other sets."""
+        """Let the group's next call find its state. Returns whether the state comes from other sets."""
         codec = group.codec
         return codec is not None and bool(codec.state_names) and self._keys_of(codec).arrange(group.names)
 
     def lines(self, groups: Sequence[ParameterGroup]) -> Iterator[str]:
-        """The parameters in words, with a digest of their values, for a comparison of the replicas."""
+        """Describe the parameters, with a digest of their values, for a comparison of the replicas."""
         for group in groups:
             for name, p in zip(group.names, group.parameters, strict=True):
                 yield f"{name} of {tuple(p.shape)} with {group.codec_spec}, {_digest(p)}"
 
     def split(self, shard: torch.Tensor, members: Sequence[Any]) -> Iterator[tuple[ParameterGroup, list[torch.Tensor]]]:
-        """The groups of a step, and the parts of a shard that are the gradients of their parameters."""
+        """Find the groups of a step, with the parts of a shard that are their parameters' gradients."""
         padded = [each.padded_sharded_param_size.numel() for each in members]
         if shard.numel() != sum(padded):
             raise ArgumentError(
@@ -411,11 +411,11 @@ class _Module:
     def must_wait(self, shard: torch.Tensor, members: Sequence[Any]) -> bool:
         """Whether FSDP2, or a hook of the user, reads the averages before backward() ends.
 
-        It does if it converts, divides, copies or accumulates them. On CUDA a wait costs the host nothing.
+        FSDP2 does so if it converts, divides, copies or accumulates them. On CUDA a wait costs the host nothing.
         """
         return (
             shard.is_cuda
-            or shard.dtype not in (torch.float32, torch.bfloat16)  # FSDP2 divides others after the hook
+            or shard.dtype not in (torch.float32, torch.bfloat16)  # FSDP2 divides other types after the hook
             or self._param_group.force_sum_reduction_for_comms
             or any(
                 each.sharded_param.dtype != shard.dtype
@@ -434,7 +434,7 @@ def _param_groups(module: FSDPModule) -> list[Any]:
 
 
 def _names_in(state: Any) -> set[str]:
-    """The names of the parameters in a state; from_saved() refuses what is none."""
+    """The names of the parameters in a state; from_saved() refuses invalid states."""
     states = [state] if isinstance(state, Mapping) else state
     try:
         return {str(p[0]) for each in states for group in each["groups"] for p in group["parameters"]}
@@ -443,7 +443,7 @@ def _names_in(state: Any) -> set[str]:
 
 
 def _digest(p: torch.Tensor) -> str:
-    """Differs where values do; meta tensors have none yet."""
+    """A digest of a parameter's values; meta tensors have no values yet."""
     if p.is_meta:
         return "no values yet"
     values = p.detach().contiguous().cpu().view(torch.uint8).numpy()

@@ -9,13 +9,14 @@ step of the power iteration, which begins with the Q of the step before. On rank
     result = P Q^T
 
 Algorithm 2 is error feedback: M_w = G_w + E_w with the gradient G_w and the residual E_w, and E_w <- M_w - P Q_w^T.
-Here the factors lose something, too. For P that does not matter: whatever P is, E_w follows from it. What Q lacks of
-the mean of Q_w is known to the ranks as residuals R_w of the call (qccl.collectives.feedback), whose mean it is. They
-belong to this step's P, so they do not stay with the call: E_w <- M_w - P (Q_w - R_w)^T. So the mean of all E_w is
-what the results lack of the gradients so far.
+Here the encoded factors have errors, too. An error of P does not matter, because E_w is computed from P. The error of
+Q is the mean of the residuals R_w of its call (qccl.collectives.feedback), which each rank knows. They belong to this
+step's P, so they do not stay with the call: E_w <- M_w - P (Q_w - R_w)^T. So the mean of all E_w is the difference
+between the gradients and the results so far.
 
-P and Q must have the same bits on all ranks (qccl.torch.factors). What only this rank sees may be a matrix product.
-The factors are stored as rows, r x n and r x m, so that a codec's buckets follow one vector of a factor.
+P and Q must have the same bits on all ranks (qccl.torch.factors). Values that stay on one rank may be computed by
+PyTorch's matrix products. The factors are stored as rows, r x n and r x m, so that a codec's buckets follow one vector
+of a factor.
 """
 
 from __future__ import annotations
@@ -73,14 +74,14 @@ class LowRank:
     def begin(self, gradients: Sequence[Any], lr: float | None) -> None:
         """Start the call of P. ``gradients`` are flat, parts of DDP's buckets, and later hold the results.
 
-        ``lr`` is the learning rate; None: it never changes.
+        ``lr`` is the learning rate; None means a constant rate.
         """
         self._gradients, self._lr = gradients, 1.0 if lr is None else lr
-        self._state = self._comm._session.state.take(self._group.key, self._group.low_rank_owner, self._forms, lr)
+        self._state = self._comm.state.take(self._group.key, self._group.low_rank_owner, self._forms, lr)
         self._matrices = []
         for i, (gradient, shape) in enumerate(zip(gradients, self._shapes, strict=True)):
             matrix = gradient.view(shape).float()  # the gradient itself if it is float32
-            if self._lr:  # else the result changes no weights, and a residual in it would be lost
+            if self._lr:  # with lr=0 the result changes no weights, and a residual in it would be lost
                 matrix.add_(self._kept("residual", i).view(shape), alpha=self._beta / self._lr)
             self._matrices.append(matrix)
         if self._comm.size == 1:
@@ -104,7 +105,7 @@ class LowRank:
         self._work = self._call(self._q, self._second.codec, self._second.key if keeps else None)
 
     def finish(self) -> None:
-        """Wait for Q; then the gradients hold the results, and the state is that of the next step."""
+        """Wait for Q, write the results to the gradients, and set the state for the next step."""
         if self._comm.size == 1:
             self._finish_alone()
             return
@@ -124,14 +125,14 @@ class LowRank:
         self._write_back()
 
     def _finish_alone(self) -> None:
-        """A single rank needs no factors: the result is the gradient and all that is owed."""
+        """Add the residual to the gradient: a single rank needs no factors."""
         for i, matrix in enumerate(self._matrices):
             if self._lr and _is_finite(matrix):
                 self._kept("residual", i).zero_()
         self._write_back()
 
     def _write_back(self) -> None:
-        """Gradients of other types than float32 have matrices of their own."""
+        """Copy results to the gradients of other types than float32, which have separate matrices."""
         for gradient, matrix in zip(self._gradients, self._matrices, strict=True):
             if matrix.dtype != gradient.dtype:
                 gradient.copy_(matrix.view(-1))
@@ -147,16 +148,16 @@ class LowRank:
         return torch.from_numpy(orthonormal_rows(rows.numpy(), seed))
 
     def _drained(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """For each Q, what the call lost: values whose mean over the ranks Q lacks. The call's state becomes zeros."""
-        lost = self._comm._session.state.drain(self._second.key)
+        """Take the residual of each Q from the call's state, which becomes zeros; its mean is Q's error."""
+        lost = self._comm.state.drain(self._second.key)
         for name, start, stop in self._sums:
-            lost[name][start:stop] *= self._comm.size  # the mean itself, which one rank alone knows
+            lost[name][start:stop] *= self._comm.size  # the owner alone has the error of the mean itself
         for i in range(len(self._q)):
             if buffer_name("residual", i) in lost:
                 yield i, torch.from_numpy(lost[buffer_name("residual", i)])
 
     def _keep_residual(self, i: int, values: torch.Tensor) -> None:
-        """Residuals are stored times the learning rate, as in qccl's calls."""
+        """Store a residual, multiplied by the learning rate as in qccl's calls."""
         if not self._lr:
             return
         self._kept("residual", i).copy_(values.view(-1) if self._lr == 1 else values.view(-1) * self._lr)
@@ -167,11 +168,11 @@ class LowRank:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are; NumPy finds it 15 times as fast as PyTorch 2.13."""
+    """Whether all elements are finite, by NumPy, which is 15 times as fast as PyTorch 2.13."""
     return bool(np.isfinite(tensor.numpy()).all())
 
 
 def _view(array: StateArray) -> torch.Tensor:
-    """The elements of a state buffer on the host, where they lie."""
+    """View the elements of a state buffer on the host, without a copy."""
     memory = (ctypes.c_char * array.nbytes).from_address(array.memory.address)
     return torch.frombuffer(memory, dtype=getattr(torch, array.dtype.name))

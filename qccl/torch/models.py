@@ -15,9 +15,9 @@ __all__ = ["frozen_parameters", "like_in_bucket", "parameters_of", "uncompiled"]
 
 
 def like_in_bucket(parameter: Any, **options: Any) -> Any:
-    """An empty tensor of the parameter's shape, with the strides that its gradient has in DDP's bucket.
+    """Make an empty tensor of the parameter's shape, with the strides of its gradient in DDP's bucket.
 
-    A bucket keeps the strides of parameters that are dense in memory, and stores the others row-major (PyTorch's
+    A bucket keeps the strides of parameters that are dense in memory, and stores other parameters row-major (PyTorch's
     Reducer::initialize_bucket_views). ``options``: ``dtype`` and ``device``, by default the parameter's.
     """
     # empty_like() changes the strides of a tensor that is not dense, and only of such a tensor
@@ -40,14 +40,14 @@ def parameters_of(model: Any) -> dict[str, Any]:
     if model._use_python_reducer:
         raise ArgumentError(
             "the model was wrapped in DDP with torch._dynamo.config.optimize_ddp = 'python_reducer', which has no "
-            "buckets; leave that setting as it is by default ('ddp_optimizer'), and wrap the model again"
+            "buckets; leave that setting at its default ('ddp_optimizer'), and wrap the model again"
         )
     hooks = [hook for hook in model._comm_hooks if not is_of_a_copy(hook)]
     if hooks:
         hook = getattr(hooks[0][0], "__qualname__", "?")
         raise ArgumentError(
-            f"the model has a communication hook already ({hook}), for example of an earlier compress(), of torchft or "
-            f"of Accelerate's comm_hook, and DDP takes only one; wrap it in DDP again, without that hook"
+            f"the model already has a communication hook ({hook}), for example from an earlier compress(), torchft or "
+            f"Accelerate's comm_hook, and DDP takes only one; wrap the model in DDP again, without that hook"
         )
     sparse = [
         f"{name}.weight".removeprefix(".")
@@ -71,20 +71,20 @@ def frozen_parameters(model: Any) -> dict[str, Any]:
 
 
 def _not_ignored(model: Any) -> dict[str, Any]:
-    # DDP compares the names of ignored parameters with a dot in front of those of the outermost module
+    # DDP writes a dot before the names of the outermost module's parameters, so names without a dot ignore nothing
     ignored = {name for name in model.parameters_to_ignore if "." in name}
     return {name: p for name, p in model.module.named_parameters() if name not in ignored}
 
 
 def uncompiled(model: Any) -> Any:
-    """The module that torch.compile() was given, if ``model`` is what it returned; else ``model``."""
+    """The module inside the result of torch.compile(); another ``model`` unchanged."""
     while isinstance(model, torch.nn.Module) and "_orig_mod" in model._modules:
         model = model._orig_mod
     return model
 
 
 def _check_unchanged(model: Any, parameters: Collection[Any]) -> None:
-    """Raise ArgumentError unless DDP reduces these parameters: it keeps the list that it made in its constructor."""
+    """Raise ArgumentError unless DDP, which keeps the list of its constructor, reduces these parameters."""
     made = model._get_ddp_logging_data()
     theirs = made["num_parameter_tensors"], made["total_parameter_size_bytes"]
     ours = len(parameters), sum(p.numel() * p.element_size() for p in parameters)

@@ -1,4 +1,4 @@
-"""Which calls a process group of the backend "qccl" compresses: its pg_options, and environment variables."""
+"""The options of a process group of the backend "qccl", by pg_options and environment variables."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["Options"]
 
 @dataclass(frozen=True)
 class Options:
-    """Which calls a process group of the backend "qccl" compresses; pass it as ``pg_options``, the same on all ranks.
+    """Options for ``pg_options``: the calls that a process group of the backend "qccl" compresses; equal on all ranks.
 
-    An option that is given here wins over its environment variable; all_gather_codec has none.
+    An option that is given here wins over its environment variable; all_gather_codec has no variable.
 
     Attributes:
-        codec: of sums and means (all-reduce and reduce-scatter), e.g. "minmax8"; by default QCCL_CODEC, or else
-            "minmax8". "none" compresses nothing; "auto" or "auto:CODEC" is the faster one of none and CODEC, as in
+        codec: the codec of sums and means (all-reduce and reduce-scatter), e.g. "minmax8"; by default QCCL_CODEC, or
+            else "minmax8". "none" compresses nothing; "auto" or "auto:CODEC" is the faster one of none and CODEC, as in
             Communicator.quantized_allreduce().
         min_bytes: calls with fewer bytes are exact; by default QCCL_MIN_BYTES, or else 64 KiB. It counts the larger
             side of a call: the input of a reduce-scatter, the output of an all-gather, all tensors of a coalesced call.
-        all_gather_codec: of all-gather, which often carries parameters; by default "none", which is exact.
+        all_gather_codec: the codec of all-gather, which often carries parameters; by default "none", which is exact.
 
     Raises CodecError, ArgumentError: a codec does not exist, or keeps state; or min_bytes is not a number of bytes.
     """

@@ -1,14 +1,14 @@
-"""The backend "qccl" of torch.distributed: a process group that compresses what usually carries gradients.
+"""The backend "qccl" of torch.distributed: a process group that compresses the calls that usually carry gradients.
 
 It contains the backends that PyTorch would use without it (gloo for host memory, NCCL for GPUs), and every call goes to
 them unless ProcessGroupQccl._codec_of() names a codec. The rule depends only on a call's options, sizes and element
-types, so all ranks decide alike. The first compressed call connects qccl's communicator, because many groups (those of
-a DeviceMesh, for example) never make one.
+types, so all ranks decide alike. The first compressed call connects qccl's communicator, because many groups (for
+example of a DeviceMesh) never make a compressed call.
 
-PyTorch calls a group from Python, and from C++ (DDP, functional collectives). Calls from C++ reach the methods here
-that torch's PyProcessGroup.hpp overrides; the others of them are called by torch's Python code only. A method that it
-overrides must not call the same method of the base class: that call would hold Python's lock inside gloo, and could
-wait forever for a thread of gloo that needs the lock. So a second group, which has no subclass, runs the exact calls.
+PyTorch calls a group from Python, and from C++ (DDP, functional collectives). Calls from C++ reach only the methods
+that torch's PyProcessGroup.hpp overrides; only torch's Python code calls the others. An overridden method must not call
+the same method of the base class: that call would hold Python's lock inside gloo, and could wait forever for a thread
+of gloo that needs the lock. So a second group, which has no subclass, runs the exact calls.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from qccl.transports.gloo import keep_alive
 
 __all__ = ["ProcessGroupQccl"]
 
-#: the longest description of options that ranks compare, in bytes
+#: most bytes of the text of options that ranks compare
 _MOST_TEXT = 1024
-#: how long a group that is destroyed waits for ranks that have not destroyed theirs
+#: how long a destroyed group waits for ranks that have not destroyed theirs
 _LEAVE_SECONDS = 60.0
 
 
 def _exact(name: str) -> Callable[..., Any]:
-    """A method of the plain group."""
+    """Make a method that calls the plain group."""
 
     def method(self: ProcessGroupQccl, *args: Any, **options: Any) -> Any:
         return getattr(self._plain, name)(*args, **options)
@@ -85,11 +85,11 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
             group._set_default_backend(kind)
 
     def getBackendName(self) -> str:
-        """The name by which init_process_group() makes it: "qccl"."""
+        """The name of the backend for init_process_group(): "qccl"."""
         return "qccl"
 
     def get_group_store(self) -> Any:
-        """The store by which its ranks have met."""
+        """The store by which the ranks have met."""
         return self._store
 
     # -- collectives that may be compressed --------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
     ) -> Any:
         """Reduce lists of parts; ``outputs`` receive this rank's part.
 
-        Compressed if there is one list, whose parts are first joined.
+        A call with one list, whose parts are first joined, may be compressed.
         """
         opts = _options_of(dist.ReduceScatterOptions, opts, op, timeout)
         if isinstance(outputs, torch.Tensor):
@@ -160,7 +160,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Gather one tensor of each rank into a list of tensors.
 
-        Compressed if there is one list; its tensors are copied from a joined one.
+        A call with one list, whose tensors are then copied from a joined one, may be compressed.
         """
         opts = _options_of(dist.distributed_c10d.AllgatherOptions, opts, None, timeout)
         if isinstance(inputs, torch.Tensor):
@@ -219,7 +219,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
             comm.abort("the process group was aborted")
         super().abort()
 
-    # -- what is compressed, and how ---------------------------------------------------------------------------------
+    # -- the choice of calls, and their codecs -----------------------------------------------------------------------
 
     def _codec_of_sum(
         self, opts: Any, large: Sequence[torch.Tensor], small: Sequence[torch.Tensor] = ()
@@ -244,7 +244,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         return codec
 
     def _devices(self) -> frozenset[str]:
-        """The device types whose backend is this one, as the program has named them: "cpu:qccl,cuda:nccl"."""
+        """The device types for which the program named this backend, for example by "cpu:qccl,cuda:nccl"."""
         if self._own_devices is None:
             pairs = (pair.split(":") for pair in str(dist.get_backend_config(self)).split(","))
             self._own_devices = frozenset(device for device, backend in pairs if backend == "qccl")
@@ -255,12 +255,12 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         return {"codec": codec, "async_op": opts.asyncOp, "timeout": self._timeout(x.device, opts)}
 
     def _timeout(self, device: torch.device, opts: Any) -> float:
-        """Seconds: of the call, or else of the group."""
+        """The call's timeout, or else the group's, in seconds."""
         given = opts.timeout if opts.timeout > timedelta(0) else self._get_backend(device).options._timeout
         return float(given.total_seconds())
 
     def _comm(self, x: torch.Tensor) -> Communicator:
-        """Collective in the first call for a type of device, which connects the ranks."""
+        """The communicator for a tensor. The first call for a type of device is collective, and connects the ranks."""
         kind = x.device.type
         if kind not in self._comms:
             self._comms[kind] = self._connect(x.device, self._get_backend(x.device).options._timeout.total_seconds())
@@ -282,7 +282,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         opts: Any,
         **more: Any,
     ) -> _Work:
-        """A call of the communicator's method ``name`` for each pair of tensors."""
+        """Call the communicator's method ``name`` for each pair of tensors."""
         targets, copies = _contiguous(outputs)
         method = getattr(self._comm(targets[0]), name)
         how = self._how(targets[0], codec, opts)
@@ -296,7 +296,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         return self._call_each("quantized_reduce_scatter", outputs, inputs, codec, opts, op=opts.reduceOp, **counts)
 
     def _then_divide(self, work: Any) -> Any:
-        """A Work that makes a sum of integers their mean, rounded towards zero as by NCCL."""
+        """Make a Work that turns a sum of integers into their mean, rounded towards zero as by NCCL."""
         size = self.size()
 
         def divide(ended: torch.futures.Future[list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -305,7 +305,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         return torch._C._distributed_c10d._create_work_from_future(work.get_future().then(divide))
 
     def _check_options(self, gloo: Any) -> None:
-        """Compare all ranks' options."""
+        """Raise MismatchError if the ranks' options differ."""
         text = str(self.compression)
         own = torch.frombuffer(bytearray(text.encode()[:_MOST_TEXT].ljust(_MOST_TEXT)), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.size())]
@@ -374,7 +374,7 @@ class _Work(dist.Work):  # type: ignore[misc]
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """The list of output tensors, or the call's error."""
+        """Make a future of the list of output tensors, or of the call's error."""
         if not self._works:
             done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
             done.set_result(self._outputs)
@@ -388,7 +388,7 @@ class _Work(dist.Work):  # type: ignore[misc]
         return self._outputs
 
     def _finish(self) -> None:
-        """Copy once what the call could not write in place."""
+        """Copy, once, the results that the call could not write in place."""
         with self._lock, torch.no_grad():
             for target, source in self._copies:
                 target.copy_(source)
@@ -396,19 +396,19 @@ class _Work(dist.Work):  # type: ignore[misc]
 
 
 def _codec_or_none(given: CodecLike) -> CodecLike | None:
-    """The codec of calls, which may be "auto"; None: they are not compressed."""
+    """The codec of calls, which may be "auto"; None: calls are not compressed."""
     return None if lossiest(given) == NoCodec() else checked_codec(given)
 
 
 def _contiguous(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The tensors as contiguous ones without gradients, and what must be copied back: pairs of target and source."""
+    """Make tensors contiguous and without gradients. Returns them, and pairs of target and source to copy back."""
     made = [tensor.detach().contiguous() for tensor in tensors]
     copies = [(tensor, x) for tensor, x in zip(tensors, made, strict=True) if not tensor.is_contiguous()]
     return made, copies
 
 
 def _is_like(tensor: torch.Tensor, first: torch.Tensor) -> bool:
-    """Whether it is an ordinary dense tensor, of the element type and on the device of another one."""
+    """Whether a tensor is ordinary and dense, with the element type and the device of ``first``."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     return is_plain and tensor.dtype == first.dtype and tensor.device == first.device
 
@@ -424,7 +424,7 @@ def _as_list(tensors: Any) -> list[torch.Tensor]:
 
 
 def _options_of(kind: Any, given: Any, op: Any = None, timeout: timedelta | None = None) -> Any:
-    """The options of a call: ``given``, or those of a call that gives its reduction, its timeout or neither instead."""
+    """The options of a call: ``given``, or options made from its reduction and its timeout."""
     if isinstance(given, kind):
         return given
     options = kind()

@@ -1,12 +1,12 @@
-"""Error feedback under a GradScaler: residuals follow its factor, and a step that it skips changes none.
+"""Error feedback under a GradScaler: residuals follow its factor, and a step that it skips changes no residual.
 
 GradScaler multiplies the loss by a factor S, so gradients and residuals are S times too large, and the optimiser
-divides by S. So lr / S takes the place of the learning rate: a residual is what is still owed to the parameters,
-divided by that (communicator/state.py). When a gradient is not finite, GradScaler skips the whole step; but a call of
-qccl keeps the old state only if its own result is not finite, and a step has several calls.
+divides by S. So lr / S takes the place of the learning rate, by which residuals are divided (communicator/state.py).
+When a gradient is not finite, GradScaler skips the whole step; but a call of qccl keeps the old state only if its own
+result is not finite, and a step has several calls.
 
-Nothing tells when the scaler stepped, so each pass counts as a step: of several passes before one step that is skipped,
-those with finite gradients keep what they did. Under no_sync() all but one do not reduce.
+Nothing tells when the scaler stepped, so each pass counts as a step. If several passes precede a step that is skipped,
+the passes with finite gradients have still changed the residuals. Under no_sync() only one of the passes reduces.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = ["LossScaling"]
 
 
 class LossScaling:
-    """The factor of each backward pass, and the state as it was before the last one."""
+    """The factor of each backward pass, and the state from before the last pass."""
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler
-        self._lock = threading.Lock()  # of the list of checks: the threads that end calls append to it
+        self._lock = threading.Lock()  # guards the list of checks, to which the threads that end calls append
         self._are_finite: list[Any] = []
         self._put_back: list[Callable[[], object]] = []
 
     def begin(self, lr: float | None) -> float:
-        """A backward pass begins: what takes the place of the learning rate ``lr`` (None: it never changes)."""
+        """Begin a backward pass. Returns the value in place of the learning rate ``lr`` (None: a constant rate)."""
         self.settle()
         scale = self._scaler.get_scale()
         try:
@@ -46,17 +46,17 @@ class LossScaling:
             ) from error
 
     def keep(self, comm: Communicator, key: str) -> None:
-        """A call with state is about to start."""
-        self._put_back.append(comm._session.state.keep(key))
+        """Copy the state of a call that is about to start."""
+        self._put_back.append(comm.state.keep(key))
 
     def look_at(self, gradients: Sequence[Any]) -> None:
-        """These gradients are reduced, on the host or when the current stream comes to this point."""
+        """Check reduced gradients, on the host now, on CUDA when the current stream comes to this point."""
         found = [torch.isfinite(gradient).all() for gradient in gradients]
         with self._lock:
             self._are_finite += found
 
     def settle(self) -> None:
-        """If the last pass had gradients that are not finite, put back the state that it began with."""
+        """Put back the state from before the last pass if its gradients were not all finite."""
         if not all(self._are_finite):
             for each in self._put_back:
                 each()

@@ -1,18 +1,18 @@
 """The state of groups as tensors by the names of parameters: for torch.save(), and for groups of another size.
 
-A parameter's residual on a rank is, per element, one of two things (qccl.collectives.feedback): the error of the rank's
-own value, or, where the rank owns the element's sum, the error of that sum. The rank, the number of ranks and the group
-tell which, so one tensor per parameter is enough.
+An element of a parameter's residual on a rank (qccl.collectives.feedback) is the error of the rank's own value, or, if
+the rank owns the element's sum, the error of that sum. The rank, the number of ranks and the group tell which it is, so
+one tensor per parameter is enough.
 
-What the results of n ranks lack is, per element, the mean of the ranks' own errors plus the error of the sum, whose
-unit is that of the result (op avg). A state of all ranks has this total. Another group keeps the total: with one_shot
-each rank gets it as an error of its own value, since the mean of equal values is the value; with two_round the owner of
-the sum gets it, since owners do not encode values of their own. In two levels owners encode the sums of their nodes,
-and with one_shot each gets its node's share. Momentum is linear in the gradients, and its mean
-enters the result, so each rank gets the mean.
+The error of the results of n ranks is, per element, the mean of the ranks' own errors plus the error of the sum, in the
+unit of the result (op avg). A state of all ranks has this total. A group that loads it keeps the total: with one_shot
+each rank gets it as the error of its own value, since the mean of equal values is the value; with two_round the owner
+of the sum gets it, since owners do not encode their own values. In two levels owners encode the sums of their nodes,
+and with one_shot each gets its node's share. Momentum is linear in the gradients, and its mean enters the result, so
+each rank gets the mean.
 
-Gradients that travel by factors (qccl.torch.low_rank) have residuals of the ranks' own values alone, and factors that
-all ranks have alike; both become the mean.
+Gradients that are sent as factors (qccl.torch.low_rank) have residuals of the ranks' own values alone, and factors that
+are equal on all ranks; both become the mean.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = [
     *("to_saved", "what_fits", "without_choice"),
 ]
 
-#: the kinds of state by their names in a schedule, and in a saved state
+#: the kinds of state: the name in a schedule, and the key in a saved state
 _KINDS = {"residual": "residuals", "momentum": "momenta", "factor": "factors"}
-#: keys of a state of all ranks; one rank's state also has _PLACE
+#: keys of a state of all ranks; a state of one rank also has _PLACE
 _FULL = {"step", "calls", "lr", "groups", *_KINDS.values()}
 _PLACE = {"rank", "size", "nodes"}
 
@@ -52,7 +52,7 @@ class IncompatibleKeys(NamedTuple):
     """The result of load_state_dict(), with the fields of torch.nn.Module's.
 
     Attributes:
-        missing_keys: the parameters that keep state, and for which the loaded state had none that fits.
+        missing_keys: the parameters that keep state, and for which the loaded state had no fitting part.
         unexpected_keys: the parameters whose state does not fit any parameter here.
     """
 
@@ -61,10 +61,10 @@ class IncompatibleKeys(NamedTuple):
 
 
 class FullState:
-    """``compression.full``: for frameworks that save one state for all ranks, which may then be another number.
+    """``compression.full``: for frameworks that save one state for all ranks, to be loaded by any number of ranks.
 
-    For torch.distributed.checkpoint, Accelerate's register_for_checkpointing() and others that call state_dict() on
-    every rank and keep one result.
+    Such frameworks, for example torch.distributed.checkpoint and Accelerate's register_for_checkpointing(), call
+    state_dict() on every rank and keep one result.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -72,17 +72,17 @@ class FullState:
         self._owner = owner
 
     def state_dict(self) -> dict[str, Any]:
-        """Collective: full_state_dict()."""
+        """Collective: call full_state_dict() of the owner."""
         full: dict[str, Any] = self._owner.full_state_dict()
         return full
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """load_state_dict() of the owner; every rank must call it."""
+        """Call load_state_dict() of the owner; every rank must do so."""
         self._owner.load_state_dict(state)
 
 
 def to_saved(comm: Communicator, groups: Sequence[ParameterGroup], step: int) -> dict[str, Any]:
-    """This rank's state. What no call has used yet is zeros, because some checkpoints load into what they are given."""
+    """Copy this rank's state. Unused state is zeros: some checkpoints load only into tensors that they are given."""
     kept = comm.state_dict()
     saved: dict[str, Any] = {"rank": comm.rank, "size": comm.size, "nodes": [*comm.nodes]}
     saved |= {"step": step, "calls": kept["calls"], "lr": None}
@@ -100,7 +100,7 @@ def to_saved(comm: Communicator, groups: Sequence[ParameterGroup], step: int) ->
 def to_full(
     comm: Communicator, groups: Sequence[ParameterGroup], step: int, add_ranks: Callable[[torch.Tensor], object]
 ) -> dict[str, Any]:
-    """Collective: the state of all ranks, the same on each of them.
+    """Collective: gather the state of all ranks, the same on each of them.
 
     ``add_ranks`` replaces a float64 tensor on the parameters' device by its sum over the ranks.
     """
@@ -117,9 +117,9 @@ def to_full(
 
 
 def from_saved(comm: Communicator, groups: Sequence[ParameterGroup], given: Any, hint: str = "") -> int:
-    """Restore to_saved() of this rank, to_full(), or a list of to_saved() of all ranks of a group; returns the step.
+    """Restore to_saved() of this rank, to_full(), or a list of to_saved() of all ranks of a group. Returns the step.
 
-    Raises ArgumentError for anything else, and then changes nothing; ``hint`` ends the text about other groups.
+    Raises ArgumentError for anything else, and then changes nothing; ``hint`` is the end of the error for other groups.
     """
     with _refusing():
         state, values = _fitting(comm, groups, given, hint)
@@ -135,7 +135,7 @@ def from_saved(comm: Communicator, groups: Sequence[ParameterGroup], given: Any,
 
 
 def without_choice(given: Any) -> tuple[Any, str]:
-    """A state, or a list of them, without the choice that compress(codec="auto") added, and a hint at that."""
+    """Remove the choice that compress(codec="auto") added to states. Returns the states, and a hint for errors."""
     states = [given] if isinstance(given, Mapping) else given
     if not isinstance(states, Sequence) or not all(isinstance(state, Mapping) for state in states):
         return given, ""
@@ -143,17 +143,17 @@ def without_choice(given: Any) -> tuple[Any, str]:
         return given, ""
     rest = [{key: value for key, value in state.items() if key != "choice"} for state in states]
     hint = (
-        "; the codecs of this state were chosen by compress(codec='auto'), which is gone: give codecs={...} the codec "
-        "of each parameter in state['groups']"
+        "; the codecs of this state were chosen by compress(codec='auto'), which was removed: give codecs={...} with "
+        "the codec of each parameter in state['groups']"
     )
     return rest[0] if isinstance(given, Mapping) else rest, hint
 
 
 def what_fits(groups: Sequence[ParameterGroup], given: Any) -> tuple[Any, IncompatibleKeys]:
-    """A to_full() of other groups as one of these groups, which has zeros where nothing fits.
+    """Make a to_full() of these groups from a to_full() of other groups, with zeros for parameters that do not fit.
 
     The state of a parameter fits if its name, shape, strides, element type and codec are the same. A state of these
-    groups is returned as it is. Raises ArgumentError for states of ranks of other groups.
+    groups is returned unchanged. Raises ArgumentError for single ranks' states of other groups.
     """
     with _refusing():
         own = [group.description() for group in groups]
@@ -191,7 +191,7 @@ def _with_zeros(
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """Raise ArgumentError for errors that a malformed state leads to."""
+    """Turn errors that a malformed state causes into ArgumentError."""
     try:
         yield
     except ArgumentError:
@@ -201,7 +201,7 @@ def _refusing() -> Iterator[None]:
 
 
 def take(comm: Communicator, group: ParameterGroup, lr: float | None) -> None:
-    """Let the state of a group be as its next call would find it (StateStore.expect)."""
+    """Take the state of a group like its next call would (StateStore.expect)."""
     schedule = schedule_of(group, comm.rank, comm.nodes)
     forms = {
         name: (buffer.size, buffer.dtype)
@@ -209,13 +209,13 @@ def take(comm: Communicator, group: ParameterGroup, lr: float | None) -> None:
         if buffer.role is Role.STATE and buffer.dtype is not None
     }
     sums = owned_parts(group, comm.rank, comm.nodes)
-    comm._session.state.take(group.key, _owner(group, comm.rank, comm.nodes), forms, lr, sums)
+    comm.state.take(group.key, _owner(group, comm.rank, comm.nodes), forms, lr, sums)
 
 
 def _fitting(
     comm: Communicator, groups: Sequence[ParameterGroup], given: Any, hint: str
 ) -> tuple[Mapping[str, Any], list[dict[str, np.ndarray]]]:
-    """The state to restore here, and the values of each group in it."""
+    """Find the state to restore here, and its values for each group."""
     states = [given] if isinstance(given, Mapping) else list(given)
     for each in states:
         _check(each, groups, _FULL if given is each and not _PLACE & given.keys() else _FULL | _PLACE, hint)
@@ -230,7 +230,8 @@ def _fitting(
     if (state["rank"], state["size"]) != (comm.rank, comm.size):
         raise ArgumentError(
             f"the state belongs to rank {state['rank']} of {state['size']}, and this is rank {comm.rank} of "
-            f"{comm.size}; load this rank's own, a list of those of all {state['size']} ranks, or a full_state_dict()"
+            f"{comm.size}; load this rank's own state, a list of all {state['size']} ranks' states, or a "
+            f"full_state_dict()"
         )
     if not _fit(state["nodes"], groups, comm.nodes):
         raise ArgumentError(
@@ -245,7 +246,7 @@ def _fitting(
 
 
 def _fit(saved: Sequence[int], groups: Sequence[ParameterGroup], nodes: Sequence[int]) -> bool:
-    """Whether ranks on the nodes ``saved`` make the calls with state as ranks on ``nodes`` do."""
+    """Whether ranks on the nodes ``saved`` and ranks on ``nodes`` make the calls with state in the same way."""
     stateful = (group for group in groups if group.state_names and not group.rank)
     return all(_spec(group, saved) == _spec(group, nodes) for group in stateful)
 
@@ -253,7 +254,7 @@ def _fit(saved: Sequence[int], groups: Sequence[ParameterGroup], nodes: Sequence
 def _share(
     values: Mapping[str, np.ndarray], group: ParameterGroup, rank: int, nodes: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """A rank's share of the total of its group, from its own state, in double precision."""
+    """Compute a rank's share of the total of its group from its own state, in double precision."""
     if not values:
         return {}
     shares = {name: own.astype(np.float64) / len(nodes) for name, own in values.items()}
@@ -263,7 +264,7 @@ def _share(
 
 
 def _total(states: Sequence[Mapping[str, Any]], group: ParameterGroup) -> dict[str, np.ndarray]:
-    """The total of a group, from the states of its ranks."""
+    """Compute the total of a group from the states of its ranks."""
     shares = [_share(_values_of(state, group), group, rank, state["nodes"]) for rank, state in enumerate(states)]
     return {name: np.sum([share[name] for share in shares], axis=0).astype(np.float32) for name in shares[0]}
 
@@ -271,7 +272,7 @@ def _total(states: Sequence[Mapping[str, Any]], group: ParameterGroup) -> dict[s
 def _divided(
     total: Mapping[str, np.ndarray], group: ParameterGroup, rank: int, nodes: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """The state of ``rank``, one of the ranks on ``nodes`` that together have this total."""
+    """Compute the state of ``rank`` from the total that all ranks on ``nodes`` have together."""
     if not total or group.rank:
         return dict(total)
     schedule, spec = schedule_of(group, rank, nodes), _spec(group, nodes)
@@ -298,12 +299,12 @@ def _buffers(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> set[str]
 
 
 def owned_parts(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> list[tuple[str, int, int]]:
-    """The parts (buffer, start, stop) of residuals that are errors of sums, of one of the ranks on these nodes."""
+    """The parts (buffer, start, stop) of a rank's residuals that are errors of sums, among ranks on these nodes."""
     return [] if group.rank else sums_of(schedule_of(group, rank, nodes))
 
 
 def _owner(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> str:
-    """The text that the group's state belongs to."""
+    """The text of the call that owns the group's state."""
     if group.rank:
         return group.low_rank_owner
     return _spec(group, nodes).state_owner(schedule_of(group, rank, nodes).name)
@@ -322,7 +323,7 @@ def schedule_of(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> Sched
 
 
 def _members(group: ParameterGroup) -> Iterator[tuple[str, str, str, Any]]:
-    """For each kind of state, and each parameter that has elements: kind, buffer, name, and a tensor of this form."""
+    """Yield kind, buffer, name and a tensor of this form, for each kind of state and each non-empty parameter."""
     for kind in group.state_names:
         for i, (name, parameter) in enumerate(zip(group.names, group.parameters, strict=True)):
             if parameter.numel():
@@ -330,7 +331,7 @@ def _members(group: ParameterGroup) -> Iterator[tuple[str, str, str, Any]]:
 
 
 def _factor_of(parameter: Any, group: ParameterGroup) -> Any:
-    """A tensor of the form of a parameter's factor Q."""
+    """Make a tensor with the form of a parameter's factor Q."""
     return torch.empty(group.rank, matrix_shape(parameter)[1], dtype=torch.float32, device=parameter.device)
 
 
@@ -345,14 +346,14 @@ def _values_of(state: Mapping[str, Any], group: ParameterGroup) -> dict[str, np.
 
 
 def _shaped(values: np.ndarray, parameter: Any) -> Any:
-    """Values in the order of a bucket (like_in_bucket), as a tensor of the parameter's shape."""
+    """Make a tensor of the parameter's shape from values in the order of a bucket (like_in_bucket)."""
     tensor = like_in_bucket(parameter, dtype=torch.float32, device="cpu")
     tensor.as_strided((tensor.numel(),), (1,)).copy_(torch.from_numpy(values))
     return tensor
 
 
 def _flat(tensor: Any, parameter: Any, what: str) -> np.ndarray:
-    """The inverse of _shaped()."""
+    """Do the inverse of _shaped(), with checks."""
     if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape or tensor.dtype != torch.float32:
         raise ArgumentError(f"the state's {what} is not a float32 tensor of the shape {tuple(parameter.shape)}")
     like = like_in_bucket(parameter, dtype=torch.float32, device="cpu")
@@ -365,7 +366,7 @@ def _check(state: Any, groups: Sequence[ParameterGroup], fields: set[str], hint:
     if not isinstance(state, Mapping) or set(state) != fields:
         raise ArgumentError(
             f"a state is the dict that state_dict() returned, with {', '.join(sorted(_FULL | _PLACE))}, a list of "
-            f"those of all ranks, or what full_state_dict() returned"
+            f"these dicts of all ranks, or the result of full_state_dict()"
         )
     if "nodes" in state and len(integers(state["nodes"], 'the state\'s "nodes"')) != state["size"]:
         raise ArgumentError(f"the state has the nodes {state['nodes']} of {state['size']} ranks; each rank has one")
@@ -385,13 +386,13 @@ def _check(state: Any, groups: Sequence[ParameterGroup], fields: set[str], hint:
         if unknown or (lacking and (step or state[name])):
             what = f"has no {name} of {', '.join(lacking)}" if lacking else f"has {name} of {', '.join(unknown)}"
             raise ArgumentError(
-                f"the state, of step {step}, {shorten(what, 300)}; load all that state_dict() returned, or begin with "
-                f"an empty state"
+                f"the state, of step {step}, {shorten(what, 300)}; load the whole result of state_dict(), or begin "
+                f"with an empty state"
             )
 
 
 def _difference(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> str:
-    """The first difference between the descriptions of groups in a state and here."""
+    """Say the first difference between the descriptions of groups in a state and here."""
     theirs, ours = ([p[0] for each in groups for p in each["parameters"]] for groups in (saved, own))
     lacking, more = [n for n in ours if n not in theirs], [n for n in theirs if n not in ours]
     if lacking or more:
@@ -410,7 +411,7 @@ def _difference(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, A
 
 
 def _shown(parameter: Sequence[Any] | None) -> str:
-    """A parameter of ParameterGroup.description()."""
+    """Describe a parameter of ParameterGroup.description() in an error."""
     if parameter is None:
         return "nothing"
     name, shape, strides = parameter

@@ -58,18 +58,18 @@ class LowPrecisionDecentralized:
         """
         if not hasattr(model, "shape") or not hasattr(model, "dtype"):
             raise ArgumentError(f"the model must be an array (NumPy, CuPy, torch), not {type(model).__name__}")
-        comm._memory.from_array(model, writable=True, what="the model")
+        comm.memory.from_array(model, writable=True, what="the model")
         self.comm, self.model = comm, model
         self.weights = matrix(weights, comm.size)
         self.spectral_gap = spectral_gap(self.weights)
         self._codec = codecs.get(codec)
         if self._codec.state_names:
             raise ArgumentError(
-                f"LowPrecisionDecentralized takes codecs without +ef and +nesterov, not {self._codec.spec()}: what a "
-                f"code loses of a model's change is part of the next change anyway; use {self._codec.plain.spec()}"
+                f"LowPrecisionDecentralized takes codecs without +ef and +nesterov, not {self._codec.spec()}: the next "
+                f"change of the model has the error of this code anyway; use {self._codec.plain.spec()}"
             )
         self._row = [float(w) for w in self.weights[comm.rank]]
-        linked = self.weights[comm.rank] + self.weights[:, comm.rank]  # both: symmetry has a tolerance
+        linked = self.weights[comm.rank] + self.weights[:, comm.rank]  # row and column: symmetry has a tolerance
         self.peers = tuple(rank for rank, w in enumerate(linked) if w and rank != comm.rank)
         self.steps = 0
         self._check_agreement()
@@ -80,7 +80,7 @@ class LowPrecisionDecentralized:
         """Collective: one step with the gradient of this rank's model; returns the model."""
         given, wanted = _kind(gradient), _kind(self.model)
         if given != wanted:
-            raise ArgumentError(f"shape and type of the gradient are {given}, and those of the model {wanted}")
+            raise ArgumentError(f"the gradient has the shape and type {given}, and the model has {wanted}")
         rate = as_real(lr)  # a NumPy scalar would promote the model's type
         if rate is None or not math.isfinite(rate):
             raise ArgumentError(f"lr must be a finite number, the learning rate of this step, not {lr!r}")
@@ -92,7 +92,7 @@ class LowPrecisionDecentralized:
         return self.model
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the data from which a later run on as many ranks continues bit for bit.
+        """Copy the data from which a later run on equally many ranks continues bit for bit.
 
         A codec that draws random numbers needs the communicator's state_dict(), too.
         """
@@ -112,7 +112,7 @@ class LowPrecisionDecentralized:
         for array in (state["model"], *replicas.values()):
             if _kind(array) != wanted:
                 raise ArgumentError(
-                    f"the state has an array of shape and type {_kind(array)}, and those of the model are {wanted}"
+                    f"the state has an array of the shape and type {_kind(array)}, and the model has {wanted}"
                 )
         self.model[...] = state["model"]
         for peer, replica in replicas.items():
@@ -129,7 +129,7 @@ class LowPrecisionDecentralized:
 
 
 def _kind(array: Any) -> tuple[Any, Any]:
-    """Shape and element type."""
+    """The shape and the element type."""
     return getattr(array, "shape", None), getattr(array, "dtype", None)
 
 
@@ -138,7 +138,7 @@ def _copy(array: Any) -> Any:
 
 
 def _blank(like: Any) -> Any:
-    """An array of -0: adding a value to -0 gives that value bit for bit."""
+    """Make an array of -0: adding a value to -0 gives that value bit for bit."""
     blank = _copy(like)
     blank[...] = -0.0
     return blank

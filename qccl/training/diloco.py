@@ -1,4 +1,4 @@
-"""DiLoCo: each rank trains alone for many steps, then the ranks average what changed and take one outer step."""
+"""DiLoCo: each rank trains alone for many steps, then the ranks average their changes and take one outer step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from qccl.training.parameters import ArrayChange, Form
 
 __all__ = ["DiLoCo"]
 
-#: the parts of a state_dict()
+#: the keys of a state_dict()
 _STATE = {"common", "momentum", "steps", "local_steps", "under_way"}
 
 
@@ -32,16 +32,16 @@ _STATE = {"common", "momentum", "steps", "local_steps", "under_way"}
 class DiLoCo:
     """Local training with a compressed outer step (DiLoCo, Douillard et al. 2023, arXiv 2311.08105, algorithm 1).
 
-    All ranks have the same common parameters. Each trains its own copy of them for as many steps as it likes, with any
-    optimizer. Then ``step()`` averages the changes over the ranks, with the codec and its error feedback, and takes a
-    step of SGD with Nesterov momentum::
+    All ranks have the same common parameters. Each trains its own copy for any number of steps, with any optimizer.
+    Then ``step()`` averages the changes over the ranks, with the codec and its error feedback, and takes a step of SGD
+    with Nesterov momentum::
 
         d = average over the ranks of (common - local)        encoded
         v = momentum v + d
         common -= outer_lr (d + momentum v)                   without nesterov: outer_lr v
 
-    Every rank then continues from the common parameters, which are the same bits on all ranks. They and the outer
-    momentum have the parameters' element types; keep parameters of 16 bits in float32 for training.
+    Every rank then continues from the common parameters, which have the same bits on all ranks. The common parameters
+    and the outer momentum have the parameters' element types; keep parameters of 16 bits in float32 for training.
 
     **Streaming and overlap** (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512, algorithm 2). With ``period``
     call ``after_local_step()`` after each local step, instead of ``step()``. The arrays are divided into ``fragments``,
@@ -53,8 +53,9 @@ class DiLoCo:
         local = common + (local - local at the begin)
 
     Attributes:
-        params: the parameters as last given or returned.
-        common: the common parameters, which no local step changes; a list of arrays, those of a dict by sorted name.
+        params: the parameters that were given or returned last.
+        common: the common parameters, which no local step changes; a list of arrays, in the order of a dict's sorted
+            names.
         local_steps: the number of calls of after_local_step() so far.
         fragments: for each array of ``common``, the number of its fragment.
     """
@@ -83,20 +84,20 @@ class DiLoCo:
             comm: the ranks.
             params: an array, a list of arrays or a dict of them, of float32, float16 or bfloat16 (NumPy, torch, CuPy;
                 JAX on the host). Arrays of dicts belong together by name, whatever the dicts' orders.
-            codec: of the all-reduce. Error feedback keeps its residuals in the communicator.
-            algorithm: of the all-reduce: "two_round", "one_shot", or "auto" (by size).
+            codec: the codec of the all-reduce. Error feedback keeps its residuals in the communicator.
+            algorithm: the algorithm of the all-reduce: "two_round", "one_shot", or "auto" (by size).
             outer_lr: the learning rate of the outer step; 1 with ``momentum=0`` averages the parameters.
-            momentum: of the outer step, from 0 to below 1.
+            momentum: the momentum of the outer step, from 0 to below 1.
             nesterov: whether the outer step looks ahead by the momentum.
             period: the local steps between two outer steps of a fragment; None leaves that to the calls of step().
-            fragments: how many; an array then belongs to the fragment with the fewest elements so far, so arrays of
-                equal size take turns ("strided" in the paper). Or the number of each array's fragment, from 0 on, in
-                a list like ``common``, or by name if ``params`` is a dict. At most ``period``.
+            fragments: the number of fragments, at most ``period``; each array joins the fragment with the fewest
+                elements so far, so arrays of equal size take turns ("strided" in the paper). Or the number of each
+                array's fragment, from 0 on, in a list like ``common``, or by name if ``params`` is a dict.
             delay: local steps between the begin of a fragment's all-reduce and its outer step; less than ``period``. A
                 fragment under way needs a copy of its local parameters.
-            key: begins the names of the residuals in the communicator's state; no other object there may have it. None:
-                "diloco" for the first object, "diloco#2" for the second one, and so on. The communicator's saved state
-                then fits a program that makes its objects in the same order; with other orders give keys.
+            key: the begin of the residuals' names in the communicator's state, for this object alone. None: "diloco"
+                for the first object, "diloco#2" for the second, and so on. The communicator's saved state then fits a
+                program that makes its objects in the same order; give keys if the order changes.
         """
         self._codec = codecs.get(codec)
         if "momentum" in self._codec.state_names:
@@ -133,9 +134,9 @@ class DiLoCo:
     def step(self, params: Any = None) -> Any:
         """Collective: one outer step of all parameters; returns the parameters with the new values.
 
-        Outer steps under way are applied first, as by finish(). All ranks then have the same parameters. ``params`` are
-        the local parameters, in the same structure as before; None means ``self.params``. Arrays that can be written
-        get the new values in place. JAX's cannot: the result has NumPy copies in their place.
+        It first applies the outer steps under way, like finish(). All ranks then have the same parameters. ``params``
+        are the local parameters, in the same structure as before; None means ``self.params``. Writable arrays get the
+        new values in place. JAX's arrays are read-only: the result has NumPy copies in their place.
 
         Raises ArgumentError on all ranks, and changes neither parameters nor residuals, if the average is not finite.
         """
@@ -146,15 +147,15 @@ class DiLoCo:
     def after_local_step(self, params: Any = None) -> Any:
         """Collective: note that a local step has ended; returns the parameters, which an outer step may have changed.
 
-        All ranks make equally many calls. A call begins the all-reduce of a fragment if it is that one's turn, and
-        applies the result of another one whose delay is over. It waits only if that has not arrived. ``params`` are as
-        in step().
+        All ranks make equally many calls. A call begins the all-reduce of the fragment whose turn it is, and applies
+        the result of a fragment whose delay is over. It waits only if that result has not arrived. ``params`` are the
+        local parameters, see step().
 
         Raises ArgumentError on all ranks if the average of a fragment is not finite. That fragment then keeps its
-        common and local parameters and its residuals until its next turn; training may go on.
+        common and local parameters and its residuals until its next turn; training may continue.
         """
         if self._turns.period is None:
-            raise ArgumentError("after_local_step() needs to know when outer steps begin; make DiLoCo with period=")
+            raise ArgumentError("after_local_step() needs the number of steps between outer steps; give DiLoCo period=")
         self._commit.check()
         params, now = self.params if params is None else params, self.local_steps + 1
         begins = self._turns.begins(now)
@@ -181,14 +182,14 @@ class DiLoCo:
         return params
 
     def continue_on(self, comm: Communicator) -> None:
-        """Collective: use another communicator, such as the one that shrink() or grow() returned.
+        """Collective: use another communicator, such as the result of shrink() or grow().
 
-        The ranks of ``comm`` continue from the state of the one with the most outer steps of each fragment; new ranks
+        For each fragment the ranks of ``comm`` continue from the state of the rank with the most outer steps; new ranks
         construct their DiLoCo on ``comm`` meanwhile. A rank that is new, was behind in a fragment, or was interrupted
-        in an outer step (as by Ctrl-C), gets the common parameters in ``params``. The others keep their local ones, so
-        that a step that failed can be repeated. Raises ArgumentError on all ranks if each was interrupted.
-        Outer steps under way are dropped: call finish() before grow(). The changes that they had are not lost, because
-        they are part of the fragment's next outer step; the residuals then have the error of one all-reduce too much.
+        in an outer step (for example by Ctrl-C), gets the common parameters in ``params``. The others keep their local
+        parameters, so that a failed step can be repeated. Raises ArgumentError on all ranks if each was interrupted.
+        Outer steps under way are dropped: call finish() before grow(). Their changes are not lost, but become part of
+        the fragment's next outer step; the residuals then have the error of one all-reduce too much.
         """
         if comm is self.comm:
             self._join(comm, is_new=False)
@@ -202,12 +203,12 @@ class DiLoCo:
         before.close()
 
     def close(self) -> None:
-        """Forget the residuals, and let others have the key. Every rank must call it alike; ``comm`` stays open."""
+        """Delete the residuals, and free the key. All ranks must call it; ``comm`` stays open."""
         self._owner.close()
 
     def _join_as_owner(self, comm: Communicator, key: str | None, *, is_new: bool) -> None:
-        """Join a group in whose state this object has no keys yet."""
-        owners, is_stateful = comm._session.state.owners, bool(self._codec.state_names)
+        """Join a group whose state has no keys of this object yet."""
+        owners, is_stateful = comm.state.owners, bool(self._codec.state_names)
         self._owner = owners.add("DiLoCo", "diloco", key, separators=" ", is_stateful=is_stateful)
         try:
             self._join(comm, is_new=is_new)
@@ -239,12 +240,12 @@ class DiLoCo:
             self.params = self._deliver(self.params, [n for n, f in enumerate(self.fragments) if behind[f]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the common parameters, of the outer momentum and of the averages under way, with all counts.
+        """Copy the common parameters, the outer momentum and the averages under way, with all counts.
 
-        Waits for the outer steps under way, and applies none. The state is the same on all ranks, so that one may save
-        it for all, except while outer steps are under way. The residuals of error feedback are in the communicator's
-        state_dict(), which each rank saves. Raises ArgumentError if an average is not finite, and the failure of an
-        outer step that cannot end.
+        It waits for the outer steps under way, and does not apply them. Unless outer steps are under way, the state is
+        the same on all ranks, so one rank may save it for all. The residuals of error feedback are in the
+        communicator's state_dict(), which each rank saves. Raises ArgumentError if an average is not finite, and the
+        failure of an outer step.
         """
         self._commit.check()
         for outer_step in self._under_way:
@@ -262,7 +263,7 @@ class DiLoCo:
         Arrays of an outer step under way get the local parameters of its begin. Training continues bit for bit if the
         local parameters are loaded afterwards. Raises ArgumentError for any other state, and then changes nothing.
         """
-        if not isinstance(state, Mapping) or {*state} - {"weights"} != _STATE:  # that of the last release has weights
+        if not isinstance(state, Mapping) or {*state} - {"weights"} != _STATE:  # the last release saved weights
             raise ArgumentError(f"a state is the dict that state_dict() returned, with {', '.join(sorted(_STATE))}")
         local_steps = count_of(state["local_steps"], 'the state\'s "local_steps"')
         taken = [count_of(each, 'the state\'s "steps"') for each in self._listed(state, "steps")]
@@ -281,7 +282,7 @@ class DiLoCo:
                     local[number].array[...] = begun
 
     def _listed(self, state: Mapping[str, Any], name: str) -> list[Any]:
-        """A part of a state that has one item for each fragment."""
+        """Check a part of a state that has one item for each fragment."""
         found = state[name]
         if not isinstance(found, list | tuple) or len(found) != len(self._taken):
             raise ArgumentError(f"the state's {name!r} must be a list with an item for each fragment, not {found!r}")
@@ -293,7 +294,7 @@ class DiLoCo:
         self._values(arrays, forms, what)
 
     def _loaded(self, saved: Any, now: int) -> list[OuterStep]:
-        """The outer steps under way of a state that was saved after local step ``now``."""
+        """Load the outer steps under way from a state that was saved after local step ``now``."""
         what, found = "the state's under_way", list[OuterStep]()
         if not isinstance(saved, list | tuple):
             raise ArgumentError(f"{what} must be a list, not {type(saved).__name__}")
@@ -315,12 +316,12 @@ class DiLoCo:
             begun = self._loaded_arrays(each["begun"], members, f"{what}: begun")
             is_own = as_integer(each["rank"]) == self.comm.rank if begun else each["rank"] is None
             if not is_own:
-                raise ArgumentError(f"{what} is that of rank {each['rank']!r}; rank {self.comm.rank} needs its own")
+                raise ArgumentError(f"{what} belongs to rank {each['rank']!r}; rank {self.comm.rank} needs its own")
             found.append(OuterStep({fragment: averages}, due, begun=begun))
         return found
 
     def _loaded_arrays(self, saved: Any, numbers: Sequence[int], what: str) -> dict[int, Any]:
-        """Copies of saved arrays that belong to the parameters ``numbers``, in the parameters' library."""
+        """Copy the saved arrays of the parameters ``numbers`` into arrays of the parameters' library."""
         self._check_arrays(saved, [self._forms[n] for n in numbers], what)
         arrays = {n: parameters.copy_of(self.common[n]) for n in numbers}
         for array, each in zip(arrays.values(), saved, strict=True):
@@ -332,7 +333,7 @@ class DiLoCo:
         return [number for number, fragment in enumerate(self.fragments) if fragment in fragments]
 
     def _begin(self, fragments: Collection[int], local: Sequence[Values], due: int) -> OuterStep:
-        """Begin to average the changes of some fragments: one call for each fragment and element type."""
+        """Begin to average the changes of some fragments, by one call for each fragment and element type."""
         outer_step, calls = OuterStep({fragment: {} for fragment in fragments}, due), dict[str, list[Any]]()
         for number in self._members(fragments):
             change = parameters.difference(self.common[number], local[number].array)
@@ -341,8 +342,8 @@ class DiLoCo:
             fragment, (dtype, _) = self.fragments[number], self._forms[number]
             outer_step.changes[fragment][number] = change
             calls.setdefault(self._owner.key(f" {fragment} {dtype}"), []).append(change)
-        if len(calls) > 1:  # one may be refused after others have changed their residuals
-            outer_step.put_back = [self.comm._session.state.keep(key) for key in calls]
+        if len(calls) > 1:  # a call may be refused after others have changed their residuals
+            outer_step.put_back = [self.comm.state.keep(key) for key in calls]
         how: dict[str, Any] = {"codec": self._codec, "algorithm": self._algorithm, "nonfinite": "error"}
         try:
             for key, arrays in calls.items():
@@ -354,7 +355,7 @@ class DiLoCo:
         return outer_step
 
     def _apply(self, outer_step: OuterStep, params: Any) -> Any:
-        """End an outer step: change the common parameters, and return the local ones."""
+        """End an outer step: change the common parameters, and return the local parameters."""
         outer_step.settle()
         rule: dict[str, Any] = {"outer_lr": self._outer_lr, "momentum": self._momentum, "nesterov": self._nesterov}
         with self._commit:
@@ -378,7 +379,7 @@ class DiLoCo:
     def _values(self, params: Any, forms: Sequence[Form] | None = None, what: str = "params") -> list[Values]:
         """The memory of all arrays, which must have ``forms`` if given."""
         values = [
-            self.comm._memory.from_array(parameters.plain(array), writable=False, what=name)
+            self.comm.memory.from_array(parameters.plain(array), writable=False, what=name)
             for name, array in parameters.named(params, what)
         ]
         if forms is not None and len(values) != len(forms):
@@ -390,9 +391,9 @@ class DiLoCo:
         return values
 
     def _deliver(self, params: Any, numbers: Collection[int], begun: Mapping[int, Any] | None = None) -> Any:
-        """Bring the common parameters into arrays of ``params``; returns all, with copies of those that are read-only.
+        """Write the common parameters into arrays of ``params``. Returns ``params``, with copies of read-only arrays.
 
-        Arrays that have a copy in ``begun`` keep what has changed since.
+        Arrays that have a copy in ``begun`` keep their changes since then.
         """
         delivered = [array for _, array in parameters.named(params)]
         for number, values in enumerate(self._values(params)):

@@ -1,4 +1,4 @@
-"""How gradients are divided into calls, the rule of compress(), and the bytes that a call sends."""
+"""The division of gradients into calls, by the rule of compress(), and the bytes that a call sends."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from qccl.codecs import Codec
 
 __all__ = ["FIRST_NBYTES", "GROUP_NBYTES", "encoded_nbytes", "grouped", "sent_nbytes"]
 
-#: the most bytes of gradients that one call reduces, by default
+#: default of the most bytes of gradients in one call
 GROUP_NBYTES = 4 << 20
-#: and of the first group of a kind: the network is idle until it starts. DDP's first bucket is as large
+#: most bytes of the first group of a kind, for which the network waits; DDP's first bucket has the same size
 FIRST_NBYTES = 1 << 20
 
 
@@ -26,10 +26,10 @@ class _Part:
 
 
 def grouped(gradients: Iterable[tuple[Hashable, int]], group_nbytes: int = GROUP_NBYTES) -> list[list[int]]:
-    """The groups of gradients, given by kind and bytes in the order in which they become ready; as their positions.
+    """Group gradients, given by kind and bytes in the order in which they become ready. Returns lists of positions.
 
     A group has one kind and at most ``group_nbytes`` (the first of its kind also at most 1 MiB) unless it has a single
-    gradient. The groups are in the order in which they are complete.
+    gradient. The groups are in the order in which they become complete.
     """
     parts: list[_Part] = []
     filling: dict[Hashable, _Part] = {}
@@ -45,7 +45,7 @@ def grouped(gradients: Iterable[tuple[Hashable, int]], group_nbytes: int = GROUP
 
 
 def encoded_nbytes(codec: Codec, count: int, dtype: DType = FLOAT32) -> float:
-    """The encoded bytes of ``count`` elements, the mean of both rounds."""
+    """The encoded bytes of ``count`` elements, averaged over both rounds."""
     return sum(each.encoded_nbytes(count, dtype) for each in codec.rounds) / 2
 
 

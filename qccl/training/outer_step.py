@@ -1,4 +1,4 @@
-"""The outer steps of DiLoCo: when they begin and end, and one that runs while its caller trains on."""
+"""The outer steps of DiLoCo: their begins and ends, and one that runs while its caller continues to train."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ __all__ = ["OuterStep", "Turns", "advance"]
 
 
 class Turns:
-    """When the outer steps of each fragment begin and end: all follows from the number of the local step.
+    """The begins and ends of each fragment's outer steps, which follow from the number of the local step alone.
 
     Attributes:
-        period: local steps between two outer steps of a fragment; None: the program says when one begins.
+        period: local steps between two outer steps of a fragment; None: the program begins outer steps by step().
         delay: local steps between the begin and the end of an outer step, less than the period.
     """
 
     def __init__(self, fragments: int, period: Any, delay: Any) -> None:
-        """Raises ArgumentError for arguments of DiLoCo that are not possible; ``fragments`` is their number."""
+        """``fragments`` is their number. Raises ArgumentError for arguments of DiLoCo that are not possible."""
         every, wait = as_integer(period), as_integer(delay)
         if period is not None and (every is None or every < fragments):
             raise ArgumentError(
-                f"period must be a number of local steps, at least that of the fragments ({fragments}), not {period!r}"
+                f"period must be a number of local steps, at least the number of fragments ({fragments}), not "
+                f"{period!r}"
             )
         if every is None and fragments > 1:
             raise ArgumentError(f"{fragments} fragments have outer steps at different local steps; give period=, too")
@@ -50,12 +51,12 @@ class OuterStep:
     """An outer step of some fragments that has begun: the all-reduce of their changes.
 
     Attributes:
-        changes: by fragment and number of the array; after settle() the averages over the ranks.
-        due: the local step after which its result is applied.
-        works: its calls.
-        begun: by number of the array, the local parameters when it began; empty unless the steps since are kept.
+        changes: the changes by fragment and number of the array; after settle() the averages over the ranks.
+        due: the local step after which the result is applied.
+        works: the calls of the outer step.
+        begun: the local parameters at its begin, by number of the array; empty unless the steps since then are kept.
         put_back: functions that restore the residuals that the calls have changed.
-        refused: the error of an average that is not finite.
+        refused: the error of an average that is not finite, or None.
     """
 
     changes: dict[int, dict[int, Any]]
@@ -81,14 +82,14 @@ class OuterStep:
             raise self.refused
 
     def abandon(self) -> None:
-        """After an exception before all calls had begun: end those that have, and restore the residuals."""
+        """End the calls and restore the residuals, after an exception before all calls had begun."""
         for work in self.works:
             with suppress(QcclError):
                 work.wait()
         self._restore()
 
     def saved(self, rank: int) -> list[dict[str, Any]]:
-        """Copies for a state, by fragment. Local parameters in it make it the state of this rank alone."""
+        """Copy the outer step for a state, by fragment. With local parameters the state is for this rank alone."""
         return [
             {
                 "fragment": fragment,
@@ -106,7 +107,7 @@ class OuterStep:
 
 
 def advance(common: Any, velocity: Any, change: Any, *, outer_lr: float, momentum: float, nesterov: bool) -> None:
-    """One step of SGD. Each operation rounds once, so that all ranks get the same bits on any processor."""
+    """Take one step of SGD. Each operation rounds once, so that all ranks get the same bits on any processor."""
     velocity *= momentum
     velocity += change
     if nesterov:
@@ -118,11 +119,11 @@ def advance(common: Any, velocity: Any, change: Any, *, outer_lr: float, momentu
 
 
 def _refusal(work: Work) -> ArgumentError | None:
-    """Wait for a call; returns the error that its result is not finite."""
+    """Wait for a call. Returns the error if its result is not finite."""
     try:
         work.wait()
     except ArgumentError as error:
-        if work.exception() is not error:  # wait() itself was refused, as in a signal's handler
+        if work.exception() is not error:  # wait() itself was refused, for example in a signal handler
             raise
         return error
     return None

@@ -1,4 +1,4 @@
-"""Parameters of a model as a list of arrays in order: an array, a list of arrays or a dict of them, of any library."""
+"""A model's parameters as an ordered list of arrays, from an array, a list or a dict of arrays, of any library."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = [
     *("named", "names_of", "plain", "restored", "times", "zeros_like"),
 ]
 
-#: element type and shape
+#: the element type and the shape of an array
 Form = tuple[str, tuple[int, ...]]
 
 
 def named(params: Any, what: str = "params") -> list[tuple[str, Any]]:
-    """Each array with its name in messages. Raises ArgumentError for anything but arrays, lists and dicts of them."""
+    """List the arrays with their names for messages. Raises ArgumentError unless ``params`` are arrays."""
     if hasattr(params, "shape"):
         return [(what, params)]
     if isinstance(params, Mapping):
@@ -39,12 +39,12 @@ def named(params: Any, what: str = "params") -> list[tuple[str, Any]]:
 
 
 def names_of(params: Any) -> list[Any]:
-    """The names of a dict's arrays in an order that its own does not change: jax.jit() sorts the dicts it returns."""
+    """The sorted names of a dict's arrays: the dict's own order may change, because jax.jit() sorts its results."""
     return sorted(params, key=repr) if isinstance(params, Mapping) else []
 
 
 def restored(arrays: Sequence[Any], params: Any) -> Any:
-    """The arrays, which are in the order of named(), in the structure of ``params``."""
+    """Put arrays, in the order of named(), into the structure of ``params``."""
     if hasattr(params, "shape"):
         return arrays[0]
     if not isinstance(params, Mapping):
@@ -54,27 +54,27 @@ def restored(arrays: Sequence[Any], params: Any) -> Any:
 
 
 def plain(array: Any) -> Any:
-    """A torch tensor without its gradient, which shares the memory; other arrays as they are."""
+    """Detach a torch tensor from its gradient, sharing its memory; return other arrays unchanged."""
     return array.detach() if hasattr(array, "detach") else array
 
 
 def check_separate(values: Iterable[Values]) -> None:
-    """Raise InvalidBufferError if arrays share memory that a step writes. Results of read-only ones are copies."""
+    """Raise InvalidBufferError if writable arrays share memory."""
     check_disjoint([each for each in values if not each.view.readonly])
 
 
 def form_of(values: Values) -> Form:
-    """Element type and shape."""
+    """The element type and the shape."""
     return str(values.dtype), values.shape_and_strides[0]
 
 
 def copy_of(array: Any) -> Any:
-    """A copy in the same library."""
+    """Copy an array, in the same library."""
     return array.clone() if hasattr(array, "clone") else array.copy()
 
 
 def mutable_copy(values: Values) -> Any:
-    """A copy in the same library; in NumPy if that library's arrays cannot be written (JAX)."""
+    """Copy an array, in the same library, or in NumPy if that library's arrays are read-only (JAX)."""
     if not values.view.readonly:
         return copy_of(values.array)
     import numpy as np
@@ -83,14 +83,14 @@ def mutable_copy(values: Values) -> Any:
 
 
 def zeros_like(array: Any) -> Any:
-    """Zeros in the same library, of the same type and shape."""
+    """Make zeros in the same library, of the same type and shape."""
     zeros = copy_of(array)
     zeros[...] = 0
     return zeros
 
 
 def difference(common: Any, local: Any) -> Any:
-    """``common - local``, in an array of the kind of ``common`` (NumPy minus JAX would be JAX's)."""
+    """Subtract, with a result of the kind of ``common`` (NumPy minus JAX would be an array of JAX)."""
     change = copy_of(common)
     change[...] = local
     change *= -1
@@ -99,16 +99,16 @@ def difference(common: Any, local: Any) -> Any:
 
 
 def times(array: Any, factor: float) -> Any:
-    """A product in the array's own type, which a factor outside the array may widen (NumPy with bfloat16)."""
+    """Multiply in the array's own element type, which a Python number would widen in NumPy with bfloat16."""
     product = copy_of(array)
     product *= factor
     return product
 
 
 def move(local: Any, begun: Any, common: Any) -> None:
-    """Set ``local`` to ``common`` and what has changed in it since it was ``begun``, which is lost.
+    """Set ``local`` to ``common`` plus its change since ``begun``, whose contents are overwritten.
 
-    ``local`` changes at once at the end, so that an exception before leaves it as it was.
+    ``local`` changes in the last statement, so that an earlier exception leaves it unchanged.
     """
     begun *= -1
     begun += local
@@ -117,12 +117,12 @@ def move(local: Any, begun: Any, common: Any) -> None:
 
 
 class ArrayChange:
-    """A change of many arrays, as ``with commit:``. If an exception such as Ctrl-C ends it, no step may follow.
+    """A change of many arrays, used by ``with``. If an exception such as Ctrl-C ends it, no step may follow.
 
-    An error of qccl may end it, too: such an error comes before the first array has changed.
+    After an error of qccl steps may follow: such an error comes before the first array has changed.
 
     Attributes:
-        interrupted: whether some arrays may have changed, and others not.
+        interrupted: some arrays may have changed, and others not.
     """
 
     interrupted = False
@@ -143,12 +143,12 @@ class ArrayChange:
 
 
 def fragments_of(given: Any, names: Sequence[Any], counts: Sequence[int]) -> list[int]:
-    """The fragment of each array with ``counts`` elements, from what a caller gave for ``fragments``; see DiLoCo."""
+    """Find the fragment of each array with ``counts`` elements, from the argument ``fragments``; see DiLoCo."""
     number = as_integer(given)
     if number is not None:
         if not 1 <= number <= max(1, len(counts)):
             raise ArgumentError(
-                f"fragments={given} is not possible; there are {len(counts)} arrays, each in one of them"
+                f"fragments={given} is not possible: there are {len(counts)} arrays, and each fragment needs one"
             )
         loads, found = [0] * number, []
         for count in counts:
@@ -160,7 +160,7 @@ def fragments_of(given: Any, names: Sequence[Any], counts: Sequence[int]) -> lis
     listed = [as_integer(each) for each in given] if isinstance(given, list | tuple) else []
     if len(listed) != len(counts) or {*listed} != {*range(len({*listed}))}:
         raise ArgumentError(
-            f"fragments must be how many, or for each of the {len(counts)} arrays the number of its fragment (of a "
-            f"dict's by name), where all numbers from 0 to the greatest occur; not {given!r}"
+            f"fragments must be the number of fragments, or the fragment's number for each of the {len(counts)} arrays "
+            f"(by name for a dict), with all numbers from 0 to the greatest; not {given!r}"
         )
     return [each for each in listed if each is not None]

@@ -18,7 +18,7 @@ _TOLERANCE = 1e-6
 
 
 def matrix(weights: str | Sequence[Sequence[float]] | Any, size: int) -> Matrix:
-    """The ``size`` x ``size`` matrix of a named topology, or a given matrix, checked.
+    """Make the ``size`` x ``size`` matrix of a named topology, or check a given matrix.
 
     Raises ArgumentError unless it is symmetric, has no negative entry, and each row sums to 1.
     """
@@ -71,7 +71,7 @@ def _shifts(size: int, shifts: Sequence[int]) -> Matrix:
     return np.asarray(np.mean([np.roll(np.eye(size), shift, axis=1) for shift in peers], axis=0))
 
 
-#: topology -> the distances to a rank's peers, for a number of ranks
+#: the distances to a rank's peers, by topology, as functions of the number of ranks
 TOPOLOGIES: dict[str, Callable[[int], Sequence[int]]] = {
     "ring": lambda size: [1],
     "complete": range,

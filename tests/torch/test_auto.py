@@ -89,5 +89,5 @@ def test_a_state_of_chosen_codecs() -> None:
             text = error_of(lambda given=given: handle.load_state_dict(given), qccl.ArgumentError)
             assert (
                 "the codec of its group 0 is minmax4+ef" in text
-                and "codec='auto'), which is gone: give codecs=" in text
+                and "codec='auto'), which was removed: give codecs=" in text
             )

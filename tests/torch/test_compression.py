@@ -278,7 +278,7 @@ def test_compiles() -> None:
                 assert_close(plain, ours)
             assert handle.step == 3
             text = error_of(lambda: qccl.torch.compress(compiled, **GROUPS), qccl.ArgumentError)  # noqa: B023
-            assert "has a communication hook already (reduce_bucket)" in text, text
+            assert "already has a communication hook (reduce_bucket)" in text, text
     inner = DistributedDataParallel(torch.compile(net(), backend="aot_eager"))
     with qccl.torch.compress(inner, "minmax4+ef", **GROUPS) as handle:
         loss_of(inner, batches(1)[0]).backward()

@@ -95,7 +95,7 @@ def test_states_that_do_not_fit(comm: qccl.Communicator) -> None:
     with pytest.raises(qccl.ArgumentError, match=r"replicas of ranks \[7\]"):
         other.load_state_dict(state | {"replicas": {7: state["model"]}})
     for array in (state["model"][:, :1], state["model"].astype(np.complex64), [1.0]):
-        with pytest.raises(qccl.ArgumentError, match=r"those of the model are \(\(5, 7\), dtype\('float32'\)\)"):
+        with pytest.raises(qccl.ArgumentError, match=r"the model has \(\(5, 7\), dtype\('float32'\)\)"):
             other.load_state_dict(state | {"model": array})
     for wrong in ({"replicas": [7]}, {"steps": -1}, {"steps": None}):
         with pytest.raises(qccl.ArgumentError, match="the state"):
@@ -124,7 +124,9 @@ def test_refused(comm: qccl.Communicator) -> None:
         qccl.LowPrecisionDecentralized(comm, model, codec="minmax8" if comm.rank else "minmax4")
     sgd = qccl.LowPrecisionDecentralized(comm, model)
     for gradient in (np.ones(4, np.float32), np.ones(5), [1.0] * 5, None):
-        with pytest.raises(qccl.ArgumentError, match=r"gradient are \(.*, and those of the model \(\(5,\), dtype"):
+        with pytest.raises(
+            qccl.ArgumentError, match=r"gradient has the shape and type \(.*, and the model has \(\(5,\), dtype"
+        ):
             sgd.step(gradient, 0.1)
     for lr in (float("nan"), np.float32("inf"), "0.1", None):
         with pytest.raises(qccl.ArgumentError, match="lr must be a finite number"):

@@ -47,7 +47,7 @@ def test_a_state_with_local_parameters_is_that_of_its_rank() -> None:
         comm.barrier()
         outer.finish()
         if comm.rank == 1:
-            with pytest.raises(qccl.ArgumentError, match="under_way is that of rank 0; rank 1 needs its own"):
+            with pytest.raises(qccl.ArgumentError, match="under_way belongs to rank 0; rank 1 needs its own"):
                 outer.load_state_dict(states[0])
             assert not outer._under_way and (outer.common[0] == 6).all()
 

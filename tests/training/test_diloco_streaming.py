@@ -313,12 +313,15 @@ def test_training_goes_on_when_a_rank_is_lost_and_another_joins(tmp_path: Path) 
 def test_refused(comm: qccl.Communicator) -> None:
     params = begin()
     for arguments, message in (
-        ({"period": 0}, r"period must be a number of local steps, at least that of the fragments \(1\), not 0"),
-        ({"period": 1, "fragments": 2}, r"at least that of the fragments \(2\), not 1"),
+        ({"period": 0}, r"period must be a number of local steps, at least the number of fragments \(1\), not 0"),
+        ({"period": 1, "fragments": 2}, r"at least the number of fragments \(2\), not 1"),
         ({"fragments": 2}, "2 fragments have outer steps at different local steps; give period="),
-        ({"fragments": 5, "period": 9}, "fragments=5 is not possible; there are 4 arrays"),
-        ({"fragments": [0, 2, 0, 0], "period": 9}, "fragments must be how many, or for each of the 4 arrays"),
-        ({"fragments": [0, 1], "period": 9}, "fragments must be how many"),
+        ({"fragments": 5, "period": 9}, "fragments=5 is not possible: there are 4 arrays"),
+        (
+            {"fragments": [0, 2, 0, 0], "period": 9},
+            "fragments must be the number of fragments, or the fragment's number for each of the 4 arrays",
+        ),
+        ({"fragments": [0, 1], "period": 9}, "fragments must be the number of fragments"),
         ({"delay": 1}, "delay must be a number of local steps, 0 or more, and only with period=, not 1"),
         ({"delay": 4, "period": 4}, "delay must be .* less than period=4, not 4"),
         ({"algorithm": "ring"}, "algorithm"),
