@@ -33,7 +33,7 @@ from qccl.codecs.operations import Operations, copy, instruction_set
 
 __all__ = ["DEFAULT_CODECS", "CodecRow", "codec", "measure_codec", "time_operations"]
 
-#: measured by default
+#: the default of --codec
 DEFAULT_CODECS = ",".join(codecs.examples())
 #: encoded inputs that a reduce combines
 _SOURCES = 3
@@ -48,7 +48,7 @@ class CodecRow:
         wire_nbytes: the encoded size.
         error: relative L2 error of one encode and decode of Gaussian values.
         slow: the codec consists of Python functions, which use one thread.
-        sources: number of encoded inputs that the reduce combines with the own values.
+        sources: number of encoded inputs that the reduce combines with the rank's own values.
         copy: seconds of memcpy, measured in turns with the operations.
     """
 
@@ -155,8 +155,8 @@ def measure_codec(codec: Codec, dtype: DType, size: int, iters: int, warmups: in
 def time_operations(operations: dict[str, Callable[[], object]], iters: int, warmups: int) -> dict[str, list[float]]:
     """The seconds of each operation's passes.
 
-    The operations take turns, so that a disturbance affects all of them, and in random order, so that none always finds
-    its data in the cache.
+    The operations take turns, so that a disturbance affects all of them, in random order, so that no operation always
+    finds its data in the cache.
     """
     found: dict[str, list[float]] = {name: [] for name in operations}
     order = random.Random(0)

@@ -1,4 +1,4 @@
-"""``qccl-bench explain``: which rank the others wait for, from the records of all ranks."""
+"""``qccl-bench explain``: finds the rank that the others wait for, from the records of all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qccl.observe.records import GroupRecord, read_record
 
 __all__ = ["explain", "explained"]
 
-#: seconds in which the ranks of one run write their records, as a rule
+#: seconds within which the ranks of one run usually write their records
 _ONE_RUN_SECONDS = 600.0
 
 
@@ -23,7 +23,7 @@ _ONE_RUN_SECONDS = 600.0
 def explain(files: Sequence[str]) -> None:
     """Say from the ranks' records FILES who is behind, in which call, and why.
 
-    Ranks write records where QCCL_RECORDS names a folder: when a call fails, and when they get the signal SIGUSR1.
+    Ranks write records if QCCL_RECORDS names a folder: when a call fails, and when they get the signal SIGUSR1.
     """
     try:
         groups = _groups(files)
@@ -36,7 +36,7 @@ def explain(files: Sequence[str]) -> None:
 
 
 def explained(records: dict[int, GroupRecord]) -> Iterator[str]:
-    """Of a group's records by rank: who is behind, in which call and why, and what the ranks said."""
+    """Yield sentences that say who is behind, in which call and why, and the ranks' errors, from records by rank."""
     for finding in findings(records):
         yield finding.text
     newest = max(record.written for record in records.values())
@@ -49,9 +49,9 @@ def explained(records: dict[int, GroupRecord]) -> Iterator[str]:
 
 
 def _groups(files: Sequence[str]) -> dict[tuple[str, int], dict[int, GroupRecord]]:
-    """The records by group with its size, and by rank; of two of one rank the later one.
+    """Sort records by group with its size, and by rank; if a rank has two, the later one is taken.
 
-    Groups of the same name and other sizes are of other runs.
+    Groups with the same name and different sizes belong to different runs.
     """
     groups: dict[tuple[str, int], dict[int, GroupRecord]] = defaultdict(dict)
     for path in files:

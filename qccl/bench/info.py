@@ -1,4 +1,4 @@
-"""``qccl-bench info``: which parts of qccl can be used on this machine, and why the others cannot."""
+"""``qccl-bench info``: shows which parts of qccl can be used on this machine, and why others cannot."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ name, version = MPI.get_vendor()
 print(name, ".".join(map(str, version)))
 """
 
-#: it would start the ranks if the user took mpiexec
+#: the launcher if the user started ranks by mpiexec
 _MPIEXEC = Launcher("MPICH", 0, 2, 0, 2)
 
 
@@ -141,7 +141,7 @@ def _wan() -> str:
 
 
 def _inside_machines() -> str:
-    """The carrier of messages between ranks of one machine that wan connects."""
+    """The transport between ranks of one machine under wan."""
     reason = memory_obstacle()
     return f"inside a machine {f'wan, too: {reason}' if reason else 'ucx by shared memory'}"
 
@@ -166,7 +166,7 @@ def _transport(*, has_library: bool = True) -> str:
 
 
 def _chosen(each: Offer) -> str:
-    """The transport of two ranks that both have this offer, and why; or why they have none."""
+    """The transport of two ranks with this offer, with the reason, or the reason why they have none."""
     try:
         found = choose([each, each], "one group")
     except EngineError as error:

@@ -28,7 +28,7 @@ __all__ = [
     "neighbours",
 ]
 
-#: nccl-tests' names of the element types, and ours
+#: qccl's names of the element types, by nccl-tests' names
 DTYPES = {"float": "float32", "half": "float16", "bfloat16": "bfloat16"}
 NCCL_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 OPS = ("sum", "avg", "min", "max")
@@ -39,7 +39,7 @@ class SweepOptions:
     """The options; the names follow nccl-tests' long flags.
 
     Attributes:
-        minbytes, maxbytes, stepbytes, stepfactor: the sizes; without a factor each is stepbytes larger than the last.
+        minbytes, maxbytes, stepbytes, stepfactor: the sizes; without a factor a size is the last one plus stepbytes.
         iters, warmup_iters: numbers of timed calls, and of calls before them.
         run_cycles: number of times the whole sweep runs; 0: until it is stopped.
         check: number of calls whose results are checked, for each row and mode.
@@ -47,15 +47,15 @@ class SweepOptions:
         ops, dtypes, codecs: the operations, element types (in nccl-tests' names) and codecs that are measured.
         algorithm, chunk, timeout: as in Communicator.quantized_allreduce.
         backend: as in qccl.init().
-        transport: in choice.TRANSPORTS, or "loopback"; None: as qccl.init() chooses under a launcher, or the first that
-            can be used.
-        plain: what an all-reduce is compared with: see plain.baseline().
+        transport: a name in choice.TRANSPORTS, or "loopback"; None: qccl.init()'s choice under a launcher, otherwise
+            the first transport that works.
+        plain: the baseline of an all-reduce: see plain.baseline().
         cudagraph: launches of a captured call for each timed call; 0: no graph.
         plan: time a bound plan instead of the communicator's method.
-        network: the lab's.
+        network: the lab's network.
         nodes, link_per_rank: see lab.Lab.
         collective: a name in KINDS.
-        root, layout, intra, inter: as in the collectives that have them.
+        root, layout, intra, inter: as in the collectives with these parameters.
         json, trace: files to write, or None.
         args: the command line.
     """
@@ -94,7 +94,7 @@ class SweepOptions:
 
     @property
     def timed(self) -> str:
-        """What is timed: "method", "plan" (bound once) or "graph" (of a plan)."""
+        """The kind of timed calls: "method", "plan" (bound once) or "graph" (of a plan)."""
         return "graph" if self.cudagraph else "plan" if self.plan else "method"
 
     def sizes(self) -> Iterator[int]:
@@ -106,12 +106,12 @@ class SweepOptions:
             size = size + self.stepbytes if factor is None else size * factor
 
     def to_json(self) -> str:
-        """For from_json()."""
+        """Write the options for from_json()."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> SweepOptions:
-        """The options that to_json() wrote."""
+        """Read the options that to_json() wrote."""
         given = json.loads(text)
         network = NetworkOptions(**given.pop("network"))
         values: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
@@ -123,11 +123,11 @@ class CollectiveKind:
     """A collective.
 
     Attributes:
-        title: text in the command's help.
-        factor: busbw over algbw as a function of the number of ranks (as in nccl-tests' PERFORMANCE.md).
-        combines: it has an op; otherwise it only moves values.
-        algorithms: choices besides "auto".
-        parameters: names of its options besides op and algorithm.
+        title: the text in the command's help.
+        factor: busbw over algbw as a function of the number of ranks (nccl-tests' PERFORMANCE.md).
+        combines: the collective has an op; otherwise it only moves values.
+        algorithms: the algorithms besides "auto".
+        parameters: the names of the options besides op and algorithm.
         whole_input, whole_output: a rank's input or output is the whole vector, not only a part.
         identical: all ranks get the same bits.
         adds: the result is added to what the output holds.
@@ -181,12 +181,12 @@ KINDS: MappingProxyType[str, CollectiveKind] = MappingProxyType(
     }
 )
 
-#: nccl-tests' names, whose programs are these with "_perf", and ours
+#: qccl's names of the collectives, by nccl-tests' names, which are the names of its programs without "_perf"
 NCCL_TESTS = MappingProxyType(
     {"all_reduce": "allreduce", "alltoall": "all_to_all"}
     | {name: name for name in ("all_gather", "broadcast", "reduce", "reduce_scatter")}
 )
-#: nccl-tests' other collectives, and what there is here
+#: the nearest commands here to nccl-tests' other collectives
 NCCL_OTHERS = MappingProxyType(
     {
         "sendrecv": "peer_exchange is the nearest; it sends to both neighbours in the ring, and adds what it receives",
@@ -197,7 +197,7 @@ NCCL_OTHERS = MappingProxyType(
     }
 )
 
-#: by the columns' names in the table, in its order
+#: explanations of the table's columns, in its order
 COLUMNS = {
     "size": "bytes of the whole vector, uncompressed",
     "count": "number of elements",
@@ -207,14 +207,14 @@ COLUMNS = {
     "time": "microseconds of a call: the median of five rounds of back-to-back calls, on the slowest rank (-a)",
     "algbw": "GB/s: the uncompressed size over the time",
     "busbw": "algbw times nccl-tests' factor, 2(n-1)/n for all-reduce: more than the link carries is the gain",
-    "#wrong": "elements that are not the codec's bits; of the plain all-reduce those that rounding cannot explain",
+    "#wrong": "elements with other bits than the codec's; in the plain all-reduce, errors beyond rounding",
     "wire": "bytes that the busiest rank sends in a call; for the plain all-reduce: what any algorithm must send",
     "L2 err": "norm of the error over the norm of the exact result, of standard normal values",
     "vs mpi": "time of the plain all-reduce (of MPI, NCCL, gloo; vs none: qccl's) over this, out of place and in place",
     "spread": "the slowest round less the fastest one, in percent of the median, out of place and in place",
     "floor": "with --link: microseconds that the wire bytes take at the link's rate",
     "line": "with --link: floor over time; - where the limiter's burst is more than 2% of the bytes",
-    "codec": "what encodes the values; the plain all-reduce has the library's name here, or none",
+    "codec": "the codec; the plain all-reduce has the library's name here, or none",
 }
 
 

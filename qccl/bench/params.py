@@ -1,4 +1,4 @@
-"""The texts of the command line: sizes, rates, lists, codecs and files; every error says what is allowed."""
+"""Parsers of the command line: sizes, rates, lists, codecs and files; every error says what is allowed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 AT_LEAST_0, AT_LEAST_1 = click.IntRange(min=0), click.IntRange(min=1)
 
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-#: bytes per second
+#: units of rates in bytes per second
 _RATES = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "kbps": 1e3, "mbps": 1e6, "gbps": 1e9}
 #: bytes in the burst of the lab's limiters: two packets at the interfaces' MTU, and one unsplit TCP segment
 _PACKETS, _SEGMENT = 2 * 9_100, 66_000
@@ -40,7 +40,7 @@ _CLASS = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)(?=\s*(?
 
 
 class PositiveNumber(click.FloatRange):
-    """A number above 0 and, if ``most`` is given, up to that; click's own range takes NaN, which no limit refuses."""
+    """A finite number above 0, at most ``most`` if given; click's own range does not refuse NaN."""
 
     def __init__(self, most: float | None = None) -> None:
         super().__init__(min=0, min_open=True, max=most)
@@ -53,7 +53,7 @@ class PositiveNumber(click.FloatRange):
 
 
 def option(names: str, kind: Any, metavar: str | None, text: str, default: Any = None) -> Callable[[Any], Any]:
-    """click.option() with ``names`` between spaces and the help ``text``; ``kind`` is a click type or a parser.
+    """Do click.option() with ``names`` between spaces and the help ``text``; ``kind`` is a click type or a parser.
 
     A parser's ValueError becomes the option's error.
     """
@@ -75,12 +75,12 @@ _NCCL_ONLY = (
     ("-m", "--agg_iters", 1, "calls are not aggregated"),
     ("-p", "--parallel_init", 0, "every rank has its own process"),
     ("-z", "--blocking", 1, "calls on the host block, and calls on CUDA never do"),
-    ("-C", "--report_cputime", 0, "it is not measured"),
+    ("-C", "--report_cputime", 0, "the processor's time is not measured"),
 )
 
 
 def nccl_only(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``command`` accept those flags of nccl-tests with their one value, and refuse others with the reason."""
+    """Let ``command`` accept _NCCL_ONLY with their one value, and refuse other values with the reason."""
 
     def only(value: int, why: str) -> Callable[[click.Context, click.Parameter, int | None], None]:
         def check(ctx: click.Context, param: click.Parameter, given: int | None) -> None:
@@ -96,10 +96,10 @@ def nccl_only(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "4096", "64K", "1.5M", "2G" (powers of 1024). Raises ValueError."""
+    """Parse bytes: "4096", "64K", "1.5M", "2G" (powers of 1024). Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     nbytes = float(match[1]) * _BINARY[match[2].upper()] if match else -1.0
-    if nbytes < 0 or not nbytes.is_integer():  # an infinity is none
+    if nbytes < 0 or not nbytes.is_integer():  # also refuses infinity
         raise ValueError(
             f"{text!r} is not a size; give a number of bytes, with K, M, G or T for powers of 1024, such as 64K"
         )
@@ -119,7 +119,7 @@ class Link:
     """A rate-limited link.
 
     Attributes:
-        name: as the user spelled it, e.g. "1gbit"; ``tc`` reads the same spelling.
+        name: the user's spelling, e.g. "1gbit", which ``tc`` reads, too.
         rate: bytes per second.
         burst: size of the token bucket: bytes that pass at full speed after the link was idle.
     """
@@ -130,7 +130,7 @@ class Link:
 
 
 def parse_link(text: str) -> Link:
-    """The link of "100mbit", "1gbit", "2.5gbit" (bits per second, powers of 1000). Raises ValueError.
+    """Parse a link: "100mbit", "1gbit", "2.5gbit" (bits per second, powers of 1000). Raises ValueError.
 
     The bucket refills while a call leaves the link idle, so the burst is the smallest with which a bulk transfer nearly
     reached the rate: up to 1 Gbit/s the bytes of 0.5 ms (the kernel's timers are that late on busy processors), at
@@ -159,7 +159,7 @@ def parse_rate(text: str) -> Link:
 
 
 def parse_loss(text: str) -> float:
-    """The share of packets that "0.1%" are: 0.001. Raises ValueError."""
+    """Parse a share of packets: "0.1%" is 0.001. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
     share = float(match[1]) / 100 if match else -1.0
     if not 0 <= share < 1:
@@ -168,7 +168,7 @@ def parse_loss(text: str) -> float:
 
 
 def list_of(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """A parser of one or several of ``allowed``, with commas between them; "all" is all of them."""
+    """Make a parser for one or several of ``allowed``, with commas between them, or "all"."""
 
     def parse(text: str) -> tuple[str, ...]:
         chosen = tuple(allowed) if text == "all" else tuple(part.strip() for part in text.split(","))
@@ -181,27 +181,27 @@ def list_of(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def split_codecs(text: str) -> list[str]:
-    """The parts of a list of codecs; a comma also separates the options of a codec, which begin with "key="."""
+    """Split a list of codecs at its commas, but not before an option of a codec, which begins with "key="."""
     return [spec.strip() for spec in re.split(r",(?!\s*\w+\s*=)", text)]
 
 
 def codec_list(text: str) -> tuple[str, ...]:
-    """Codecs with commas between them, as reports spell them: ``minmax8,minmax4:bucket=256,rounding=stochastic,none``.
+    """Parse ``minmax8,minmax4:bucket=256,rounding=stochastic,none`` to specifications in the spelling of reports.
 
-    ``module:Class`` stays, because codec.spec() does not name the module.
+    ``module:Class`` stays unchanged, because codec.spec() does not name the module.
     """
     found = [(spec, codec_of(spec)) for spec in split_codecs(text)]
     return tuple(spec if _class_in(spec) else codec.spec() for spec, codec in found)
 
 
 def intra_codec(text: str) -> str:
-    """A codec inside nodes: ``none``, ``bfloat16`` or ``minmax8``, for example."""
+    """Check a codec inside nodes: ``none``, ``bfloat16`` or ``minmax8``, for example."""
     intra_of(text, FLOAT32)
     return text
 
 
 def _class_in(spec: str) -> re.Match[str] | None:
-    """The module and the class of a specification ``module:Class``, also with ``:key=value,...`` or ``+decorator``.
+    """Find module and class in a specification ``module:Class``, also with ``:key=value,...`` or ``+decorator``.
 
     The text between the first colon and the next colon, "+" or end must be a Python name, and the text before the
     first colon must not be the name of one of qccl's codecs.
@@ -211,7 +211,7 @@ def _class_in(spec: str) -> re.Match[str] | None:
 
 
 def codec_of(spec: str) -> Codec:
-    """The codec of a specification on the command line: one of codecs.get(), or ``module:Class``, which is imported.
+    """Make the codec of a specification: one of codecs.get(), or ``module:Class``, which is imported.
 
     Modules may be in the current folder. Raises CodecError, a ValueError.
     """
@@ -233,16 +233,16 @@ def codec_of(spec: str) -> Codec:
 
 
 def imported(module: str, name: str) -> Any:
-    """What a module in the current folder or on PYTHONPATH has under a name. Raises ImportError, AttributeError."""
+    """Import a name from a module in the current folder or on PYTHONPATH. Raises ImportError, AttributeError."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     return getattr(importlib.import_module(module), name)
 
 
 def output_file(text: str) -> str:
-    """The absolute path of a file that can be written, or of a pipe, terminal or device."""
-    if text == "-":  # standard output, in earlier versions
-        raise ValueError("'-' is no file; give one, which is replaced after each size")
+    """Make an absolute path, and check that the file, pipe, terminal or device can be written."""
+    if text == "-":  # standard output in earlier versions
+        raise ValueError("'-' is not a file; give the name of a file, which is replaced after each size")
     path = os.path.abspath(text)
     try:
         check_writable(path)

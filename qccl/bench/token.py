@@ -1,4 +1,4 @@
-"""``qccl-bench token``: a random token for QCCL_TOKEN, or for the file that QCCL_TOKEN_FILE names."""
+"""``qccl-bench token``: makes a random token for QCCL_TOKEN, or for the file that QCCL_TOKEN_FILE names."""
 
 from __future__ import annotations
 

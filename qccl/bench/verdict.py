@@ -1,4 +1,4 @@
-"""Which rank the others wait for, or why the group has ended, from the records of its ranks."""
+"""Finds the rank that the others wait for, or why the group has ended, from the records of its ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from qccl.observe.records import CallRecord, GroupRecord, TransferRecord
 
 __all__ = ["Finding", "findings", "names"]
 
-#: how the errors begin that name the rank on which the group has ended (errors.py, host/engine.py, transports/)
+#: the begin of errors that name the rank on which the group has ended (errors.py, host/engine.py, transports/)
 _ENDED_BY = re.compile(r"rank ([0-9]{1,7}) (?:gave up|was lost|ended its process|has closed|closed the group)")
 #: errors of ranks that have waited for others, or differ from them
 _WAITED = re.compile(r"reached the deadline|do not agree")
-#: A rank stood still if it did not advance the call for this part of the time that the others waited.
+#: a rank stood still if it did not advance the call for this part of the others' waiting time
 _STILL = 0.5
 
 
@@ -25,7 +25,7 @@ class Finding:
     """One sentence of the verdict.
 
     Attributes:
-        ranks: those that the others wait for, or on which the group has ended; none where nobody is behind.
+        ranks: the ranks that the others wait for, or on which the group has ended; empty if no rank is behind.
         text: the sentence.
     """
 
@@ -34,7 +34,7 @@ class Finding:
 
 
 def findings(records: Mapping[int, GroupRecord]) -> list[Finding]:
-    """Of a group's records by rank, of which some may be missing: who is behind, in which call, and why."""
+    """Find who is behind, in which call, and why, from a group's records by rank, of which some may be missing."""
     number = _oldest_call(records)
     if number is None:
         return list(_gave_up(records, "")) or [_idle(records)]
@@ -46,14 +46,14 @@ class Stuck:
     """The oldest call that a rank has begun and not ended.
 
     Attributes:
-        records: of the group, by rank.
-        number: of the call.
-        calls: the ranks' records of this call, without those that have not made it.
-        waiting: the ranks that have begun it and not ended it.
-        text: its number and arguments.
-        since: the longest and the shortest time for which these ranks have waited, in seconds.
+        records: the group's records, by rank.
+        number: the number of the call.
+        calls: the records of this call, by rank; ranks that have not made it are left out.
+        waiting: the ranks that have begun the call and not ended it.
+        text: the call's number and arguments.
+        since, shortest: the longest and the shortest time for which these ranks have waited, in seconds.
         absent: ranks without a record.
-        missing: ranks of which others say that they have not made the call.
+        missing: ranks that have not made the call according to others.
     """
 
     def __init__(self, records: Mapping[int, GroupRecord], number: int) -> None:
@@ -67,7 +67,7 @@ class Stuck:
         self.missing = {rank for each in self.waiting for rank in self.calls[each].missing}
 
     def waited(self, rank: int) -> float:
-        """Seconds from the begin of the call on this rank to its record."""
+        """The seconds from the begin of the call on this rank to the rank's record."""
         begun = self.calls[rank].begun
         return 0.0 if begun is None else max(0.0, self.records[rank].written - begun)
 
@@ -80,9 +80,9 @@ class Stuck:
 
 
 def _differ(stuck: Stuck) -> Iterator[Finding]:
-    """Ranks that have made another call than the others, maybe after this one, which not all may have ended.
+    """Find ranks that have made another call than the others, with this number or a later one.
 
-    That is what fewer ranks have made, or what none has made before: programs repeat their calls.
+    The odd call is the call that fewer ranks have made, or that no rank has made before: programs repeat their calls.
     """
     by_text: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, record in sorted(stuck.records.items()):
@@ -112,24 +112,24 @@ def _words(stuck: Stuck) -> Iterator[Finding]:
 
 
 def _stood_still(stuck: Stuck) -> Iterator[Finding]:
-    """Ranks that were stopped, or did something else, in the middle of the call."""
+    """Find ranks that were stopped, or did something else, in the middle of the call."""
     for rank, call in stuck.calls.items():
         if call.still and call.still >= _STILL * stuck.since:
             yield Finding(
                 (rank,),
                 f"rank {rank} did not advance {stuck.text} for {call.still:.1f} s, and {stuck.names()} waited up "
                 f"to {stuck.since:.1f} s: its process was stopped, or an operation, a "
-                "signal handler or what the program did while the call was under way took so long",
+                "signal handler or the program's own work during the call took so long",
             )
 
 
 def _late(stuck: Stuck) -> Iterator[Finding]:
-    """Ranks that have not made the call, or only when the others had waited for long."""
+    """Find ranks that have not made the call, or only after the others had waited for long."""
     waited_for = f"{stuck.names()} waited for {stuck.since:.1f} s"
     for rank, record in sorted(stuck.records.items()):
         if rank not in stuck.calls:
             if record.calls and record.calls[-1].sequence > stuck.number:
-                continue  # it has ended the call, and made so many since that its record no longer has it
+                continue  # it has ended the call, which its record no longer has after many others
             yield Finding((rank,), f"rank {rank} has not made {stuck.text}, in which {waited_for}: {_doing(record)}")
         elif rank in stuck.missing and stuck.waited(rank) < _STILL * stuck.since:
             yield Finding(
@@ -141,7 +141,7 @@ def _late(stuck: Stuck) -> Iterator[Finding]:
 
 
 def _lost(stuck: Stuck) -> Iterator[Finding]:
-    """Ranks without a record with which transfers are under way; all without one where a GPU tells of no transfers."""
+    """Find ranks without a record that have transfers under way; without recorded transfers (on GPUs), all of them."""
     peers = {each.peer for rank in stuck.waiting for each in stuck.calls[rank].transfers}
     yield from _gone(stuck, stuck.absent & (peers or stuck.absent), "cannot be reached")
 
@@ -156,14 +156,14 @@ def _gone(stuck: Stuck, ranks: set[int], why: str) -> Iterator[Finding]:
 
 
 def _not_begun(stuck: Stuck) -> Iterator[Finding]:
-    """Ranks whose GPU has not begun the call that others have begun."""
+    """Find ranks whose GPU has not begun the call that others have begun."""
     queued = [rank for rank in stuck.waiting if stuck.calls[rank].state == "queued"]
     begun = [rank for rank in stuck.calls if rank not in queued]
     for rank in queued if begun else ():
         yield Finding(
             (rank,),
             f"rank {rank} has queued {stuck.text}, which {names(begun)} began {stuck.since:.1f} s before: its GPU "
-            "is busy with what is before it on the stream",
+            "is busy with earlier work on the stream",
         )
 
 
@@ -175,14 +175,14 @@ def _compute(stuck: Stuck) -> Iterator[Finding]:
 
 
 def _transfers(stuck: Stuck) -> Iterator[Finding]:
-    """All ranks have made the call: the transfers under way for which both sides wait, and the ranks in between."""
+    """Find the transfers for which both sides wait, if all ranks have made the call."""
     calls = {rank: stuck.calls[rank] for rank in stuck.waiting}
     receives = [(rank, each) for rank, call in calls.items() for each in call.transfers if not each.is_send]
     sends = {(rank, each.peer): each for rank, call in calls.items() for each in call.transfers if each.is_send}
     found = [
         (each.peer, rank, rank, each)
         for rank, each in receives
-        if (each.peer, rank) in sends or each.peer not in calls  # otherwise that rank waits itself
+        if (each.peer, rank) in sends or each.peer not in calls  # otherwise that rank itself waits
     ] or [(rank, peer, rank, each) for (rank, peer), each in sends.items()]
     for source, target, rank, each in sorted(found, key=lambda transfer: transfer[3].since):
         yield Finding((source, target), _slow(stuck, source, target, each, stuck.records[rank]))
@@ -197,7 +197,7 @@ def _slow(stuck: Stuck, source: int, target: int, transfer: TransferRecord, reco
 
 
 def _unreached(stuck: Stuck) -> Iterator[Finding]:
-    """Ranks that have made the call, of which others have not heard it; and ranks of which nothing more is known."""
+    """Find ranks whose header of the call has not reached the others; otherwise name the ranks that wait."""
     for rank in sorted(stuck.missing & stuck.calls.keys()):
         yield Finding((rank,), f"rank {rank} has made {stuck.text}, but its header has not reached {stuck.names()}")
     for rank in stuck.waiting if not stuck.missing & stuck.calls.keys() else ():
@@ -211,14 +211,14 @@ _RULES: Sequence[Callable[[Stuck], Iterator[Finding]]] = (
 )
 
 
-# -- what they need ----------------------------------------------------------------------------------------------------
+# -- helpers of the rules ----------------------------------------------------------------------------------------------
 
 
 def _gave_up(records: Mapping[int, GroupRecord], where: str) -> Iterator[Finding]:
-    """The ranks on which the group has ended, by the errors of the ranks that have records.
+    """Find the ranks on which the group has ended, by the errors of the ranks that have records.
 
-    A rank that another one names may have failed on a third one. Where a rank has reached its deadline, or most have
-    given up, as at Ctrl-C, these errors are what followed from the reason.
+    A rank that another rank names may itself have failed because of a third one. If a rank has reached its deadline, or
+    most have given up, for example after Ctrl-C, the errors are consequences, and none is taken.
     """
     if any(_WAITED.search(record.reason) for record in records.values()):
         return
@@ -235,7 +235,7 @@ def _gave_up(records: Mapping[int, GroupRecord], where: str) -> Iterator[Finding
 
 
 def _idle(records: Mapping[int, GroupRecord]) -> Finding:
-    """No call is under way."""
+    """Say that no call is under way."""
     last = {rank: record.calls[-1].sequence for rank, record in sorted(records.items()) if record.calls}
     ends = "; the last ones were " + ", ".join(f"{n} on rank {rank}" for rank, n in last.items()) if last else ""
     absent = sorted(set(range(_size(records))) - records.keys())
@@ -244,9 +244,9 @@ def _idle(records: Mapping[int, GroupRecord]) -> Finding:
 
 
 def _doing(record: GroupRecord) -> str:
-    """What a rank did that has not made a call."""
+    """Say what a rank did that has not made the call."""
     if not record.calls:
-        return "it has made none so far"
+        return "it has made no call so far"
     last = record.calls[-1]
     if last.state != "ended" or last.ended is None:
         return f"it was in call {last.sequence}, {printable(last.text)}"
@@ -257,7 +257,7 @@ def _doing(record: GroupRecord) -> str:
 
 
 def _before(record: GroupRecord, call: CallRecord) -> str:
-    """What a rank did before it made a call too late."""
+    """Say what a rank did before it made the call too late."""
     earlier = _find(record, call.sequence - 1)
     if earlier is None or earlier.ended is None or call.begun is None:
         return "it did something else before"
@@ -285,7 +285,7 @@ def _shared(text: str) -> str:
 
 
 def names(ranks: Sequence[int]) -> str:
-    """Ranks in a sentence."""
+    """Name ranks in a sentence."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}" if ranks else "no rank"

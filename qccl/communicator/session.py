@@ -31,7 +31,7 @@ _ATTEMPTS = 100
 
 
 class Started(Protocol):
-    """What start() makes the Work of a call."""
+    """The Work of a call, which start() tells of the call's begin."""
 
     def _begin(self, execution: Execution) -> None:
         """The call has begun, or is queued."""
@@ -216,7 +216,7 @@ class Session:
             raise
 
     def run_measurement(self, name: str, act: Callable[[], _T]) -> _T:
-        """As run_collective(); the calls of ``act`` get their numbers back, and take no room in the records."""
+        """Do run_collective(), with calls in ``act`` that give their numbers back and leave no records."""
 
         def measure() -> _T:
             numbers = self.numbers
@@ -251,12 +251,12 @@ class Session:
             raise EngineError(found)
 
     def text_of(self, spec: CollectiveSpec) -> str:
-        """What the ranks compare, with the offset of the call numbers if the codec draws random numbers."""
+        """The text that the ranks compare, with the offset of the call numbers if the codec draws random numbers."""
         text, offset = spec.text(), self.numbers.offset
         return f"{text}, {offset:+} calls" if offset and spec.codec.kernel().draws else text
 
     def mark(self) -> Mark | None:
-        """What this thread has begun and not settled; see guard.py."""
+        """The mark of this thread: the call that it has begun and not settled; see guard.py."""
         return self.unsettled.get(get_ident())
 
     def unsettle(self, call: int) -> Mark | None:

@@ -172,7 +172,7 @@ class Engine(Protocol):
     Attributes:
         end: the end of the communicator, which the engine also fails by itself, for example from its watchdog.
         numbers: the numbers of the next call.
-        timeout: seconds that a run may take if its request names no timeout; the session sets it.
+        timeout: seconds that a run may take if its request names no timeout: the backend's, or the program's.
         tallies: totals of the calls so far.
     """
 

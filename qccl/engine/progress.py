@@ -20,24 +20,24 @@ from qccl.base import threads
 
 __all__ = ["Driven", "ProgressThread"]
 
-#: pause between two checks for runs to drive
+#: usual pause between two checks for runs to drive
 _NAP_SECONDS = 1e-3
-#: the first pause after another thread wanted to drive, such as a caller that starts a call. It doubles while the
-#: thread drives for less time than it paused: in a burst of calls each change of threads costs more than it gains
+#: shortest pause while a run of wake_at_once() is under way. The pause doubles, up to the usual one, while the thread
+#: drives for less time than it paused: in a burst of calls each change of threads costs more than it gains
 _LEAST_NAP_SECONDS = 1e-4
-#: a call that comes so soon after another one belongs to a burst. In a burst each call advances those before it, and
-#: the thread drives when none has come for _QUIET_SECONDS
+#: a call that follows another within _BURST_SECONDS belongs to a burst. In a burst each call advances the calls before
+#: it, so the thread drives only after _QUIET_SECONDS without a call
 _BURST_SECONDS, _QUIET_SECONDS = 1e-3, 2e-4
-#: the pause grows by _GROWTH at each check that finds a new run, up to _LONG_NAP_SECONDS, and doubles at each check
-#: that finds the caller driving, up to _LONGEST_NAP_SECONDS: the caller will probably wait for its next run, too. Where
-#: ranks share processors, a check beside a caller that drives costs up to a millisecond: other ranks then run first
+#: without such runs the pause grows by _GROWTH at each check that finds a new run, up to _LONG_NAP_SECONDS, and doubles
+#: at each check that finds the caller driving, up to _LONGEST_NAP_SECONDS: the caller will probably wait for its next
+#: run, too. If ranks share processors, a check beside a caller that drives costs up to a millisecond
 _GROWTH = 1.1
 _LONG_NAP_SECONDS = 4e-3
 _LONGEST_NAP_SECONDS = 32e-3
 #: checks without a new run after which the thread sleeps until wake()
 _CHECKS = 20
-#: while the thread drives, other Python threads give up the interpreter after this time: the end of a run needs it, and
-#: each poll of a transport in Python. Python's default, 5 ms, would delay calls beside a caller that computes in Python
+#: Python's switch interval while the thread drives. It needs the interpreter at the end of a run and for each poll of
+#: a transport in Python: the default, 5 ms, would delay calls beside a caller that computes in Python
 _SWITCH_SECONDS = 10e-6
 
 
@@ -73,15 +73,15 @@ class ProgressThread:
         self._in_burst = False
 
     def wake(self) -> None:
-        """A run was detached: drive it if nobody waits for it."""
+        """Drive a run that was detached, if nobody waits for it."""
         self._begun += 1
         if self._urgent:
-            self._urgent = self._engine.detached > 1  # by another run
+            self._urgent = self._engine.detached > 1  # another run is urgent
         if self._asleep or self._thread is None:
             self._notify()
 
     def wake_at_once(self) -> None:
-        """A run was detached: drive it now.
+        """Drive a run that was detached now.
 
         In a burst of such runs the thread is not woken for each: it takes short naps.
         """
@@ -112,7 +112,7 @@ class ProgressThread:
             self._wakeup.release()
 
     def _is_quiet(self) -> bool:
-        """Whether the program is probably doing something else than making calls."""
+        """Whether the program probably makes no calls at the moment."""
         return not self._in_burst or time.monotonic() - self._last > _QUIET_SECONDS
 
     def _loop(self) -> None:

@@ -144,7 +144,7 @@ def _is_measured(codec: CodecLike) -> bool:
     """Whether ``codec`` is "auto:CODEC". Raises ArgumentError for "auto" alone."""
     if isinstance(codec, str) and codec.strip().lower() == "auto":
         raise ArgumentError(
-            f"compress() needs the name of a codec in {codec!r}: 'auto:minmax4+ef' is the faster of no codec and "
-            f"minmax4+ef by measured calls; or name the codec alone, such as 'minmax4+ef'"
+            f"{codec!r} names no codec for compress(); give it as 'auto:minmax4+ef', the faster one of no codec and "
+            f"minmax4+ef by measured calls, or give a codec alone, such as 'minmax4+ef'"
         )
     return arguments.is_auto(codec)

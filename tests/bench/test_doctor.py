@@ -258,7 +258,7 @@ def test_doubts_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for load, spread, wanted in (
         (0.4, 1.1, []),
         (7.0, 1.1, ["a load of 7.0 on 2 processors before the measurements"]),
-        (0.4, 4.0, ["the measurements of minmax8 took 4.0 times as long in the median as the least"]),
+        (0.4, 4.0, ["the measurements of minmax8 have a median of 4.0 times the least"]),
     ):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         monkeypatch.setattr(

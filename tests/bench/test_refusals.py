@@ -39,7 +39,7 @@ allreduce --nodes=2 -> are for the lab; give --link
 allreduce --link=1gbit --link-per-rank -> --link-per-rank has no effect without --nodes
 allreduce --ranks 0 -> 0 is not in the range x>=1
 allreduce --link fast -> 'fast' is not a link's rate | 100mbit
-allreduce --json - -> '-' is no file; give one
+allreduce --json - -> '-' is not a file; give the name
 allreduce --json /nowhere/x.json -> '/nowhere/x.json' cannot be written
 allreduce --transport=loopback --link=1gbit -> threads use no network
 allreduce --transport=ucx --backend=cuda -> is for ranks on the host
@@ -59,14 +59,14 @@ gather_perf -> there is no gather_perf, as nccl-tests has
 * --link=1gbit --loss=150% -> '150%' is not a loss; give a percentage of packets from 0% to below 100%
 * --link=1gbit --delay=11s -> a delay of 11 s is not possible; give 0 to 10 s
 * --tcp=bbr -> --tcp is for the lab's links, which need a rate, too
-* --link=1gbit '--tcp=a b' -> 'a b' is no congestion control's name
+* --link=1gbit '--tcp=a b' -> 'a b' is not a congestion control's name
 * --sites=sites.toml -> there is no --sites any more; give --link, --delay and --loss
 
 run -> Missing argument 'COMMAND...'
 run --delay=20 --link=1gbit true -> '20' is not a time; give a positive number with us, ms or s
 run --link=1gbit --ranks=1 true -> nothing would cross the link
 run --launcher=srun true -> 'srun' is not one of 'torchrun', 'mpiexec'
-run -- no-such-program --ranks=3 -> 'no-such-program' is no program in PATH
+run -- no-such-program --ranks=3 -> 'no-such-program' is neither a program in PATH
 
 simulate allreduce --link 25 -> '25' is not a rate; give bits per second such as 100mbit or 25gbit
 simulate allreduce --link 0gbit -> '0gbit' is not a rate

@@ -106,7 +106,7 @@ def test_under_a_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("WORLD_SIZE", "2")
     result = CliRunner().invoke(main, ["run", "true"])
     text = " ".join(result.output.split())
-    assert "torchrun has started 2; start it without a launcher, or if none has" in text
+    assert "torchrun has started 2; start it without a launcher, or if there was none" in text
     assert text.endswith("with env -u RANK -u WORLD_SIZE")
 
 

@@ -134,7 +134,7 @@ RULES = {
         ],
         [1],
         f"rank 1 did not advance call 2, {TEXT} for 2.8 s, and ranks 0, 1 and 2 waited up to 3.0 s: its process was "
-        "stopped, or an operation, a signal handler or what the program did while the call was under way took so long",
+        "stopped, or an operation, a signal handler or the program's own work during the call took so long",
     ),
     "a rank made the call when the others had given up": Rule(
         [

@@ -79,7 +79,7 @@ def test_state_of_an_earlier_run_waits_for_its_owner() -> None:
 def test_a_key_has_one_owner_until_close(comm: qccl.Communicator) -> None:
     params, x = np.ones(500, np.float32), np.ones(500, np.float32)
     first = qccl.DiLoCo(comm, params, codec=LOSSY, key="a")
-    with pytest.raises(qccl.ArgumentError, match=r"key='a' cannot name .* a DiLoCo with key='a' is there"):
+    with pytest.raises(qccl.ArgumentError, match=r"key='a' cannot name .* a DiLoCo with key='a' exists"):
         qccl.DiLoCo(comm, params.copy(), codec=LOSSY, key="a")
     with pytest.raises(qccl.ArgumentError, match="key='a 0'"):  # it begins keys of the first one
         qccl.DiLoCo(comm, params.copy(), codec=LOSSY, key="a 0")

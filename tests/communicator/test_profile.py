@@ -217,5 +217,5 @@ def test_a_profile_that_lacks_a_way_is_refused(left_out):
     whole = profile()
     (kind,) = whole.times
     curves = {label: curve for label, curve in whole.times[kind].items() if label != left_out}
-    with pytest.raises(ArgumentError, match=f"none of {left_out[0]} by {left_out[1]}; save one"):
+    with pytest.raises(ArgumentError, match=f"none of {left_out[0]} by {left_out[1]}; save another"):
         whole.with_times(kind, curves).check_group(GroupProfile(NODES, "ucx"))

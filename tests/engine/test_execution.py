@@ -68,7 +68,7 @@ def test_a_trace_has_every_node_with_its_times():
         caller.start(program, x, y, trace=events).run()
         after = time.perf_counter()
         caller.start(program, x, y).run()
-        assert program.run.trace() == [], "a run without a trace records nothing, and keeps nothing of the last"
+        assert program.native.trace() == [], "a run without a trace records nothing, and keeps nothing of the last"
         caller.close()
         return before, events, after, len(program.steps)
 

@@ -33,7 +33,7 @@ def schedule(n, nbytes, chunking):
 def test_the_workspace_is_small_and_constant(n, shared):
     transport = LoopbackGroup(n).transport(0)
     transport.shares_memory = shared
-    engine = HostEngine(transport)
+    engine = HostEngine(transport, 60.0)
     work = [
         sum(b.nbytes for b in schedule(n, size, engine.chunking).buffers.values() if b.role is Role.WORK)
         for size in (16 * MIB, 64 * MIB, 1024 * MIB)
@@ -48,7 +48,7 @@ def test_a_plan_is_small(n):
     """With the description of its steps, which grows with their number."""
 
     def taken(nbytes):
-        engine = HostEngine(LoopbackGroup(n).transport(0))
+        engine = HostEngine(LoopbackGroup(n).transport(0), 60.0)
         tracemalloc.start()
         program = engine.compile(schedule(n, nbytes, engine.chunking))
         held, peak = tracemalloc.get_traced_memory()

@@ -74,7 +74,7 @@ def _rates(
     """The rates of a copy and of kernels: of each element type, the codecs with what is measured of them."""
     from qccl.engine.cuda.engine import CudaEngine
 
-    stream, engine = cuda_libraries().cupy.cuda.Stream(non_blocking=True), CudaEngine(Mirror(1))
+    stream, engine = cuda_libraries().cupy.cuda.Stream(non_blocking=True), CudaEngine(Mirror(1), 60.0)
     copied = _copy_rate(stream, jobs * mebibytes << 20, repeats)
     figures: dict[str, Any] = {"copy_gb_per_s": report("copy_gb_per_s", copied / 1e9)}
     for dtype, specs in chosen.items():

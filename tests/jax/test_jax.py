@@ -188,7 +188,7 @@ def test_a_transformation_has_the_residuals_of_one_model(comm):
     with pytest.raises(qccl.ArgumentError, match=r"belongs to a reduce_gradients\(\) with key='gradients'"):
         qccl.jax.allreduce({"w": np.ones(500, np.float32)}, "minmax2+ef", key="gradients", comm=comm)
     other = qccl.jax.reduce_gradients("minmax2+ef", key="gradients", comm=comm)
-    with pytest.raises(qccl.ArgumentError, match="a reduce_gradients\\(\\) with key='gradients' is there"):
+    with pytest.raises(qccl.ArgumentError, match="a reduce_gradients\\(\\) with key='gradients' exists"):
         other.update({"w": np.ones(500, np.float32)}, ())
 
 

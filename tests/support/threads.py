@@ -80,7 +80,7 @@ class Caller:
 
     def __init__(self, transport, timeout: float = 30.0) -> None:
         self.transport, self.timeout = transport, timeout
-        self.engine = HostEngine(transport)
+        self.engine = HostEngine(transport, timeout)
 
     def program(self, count: int, **arguments: Any) -> HostProgram:
         t = self.transport

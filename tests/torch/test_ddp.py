@@ -64,7 +64,7 @@ def test_refuses() -> None:
         compress(wrapped(), comm=comm).close()
 
     handle = compress(model, "minmax4+ef", **GROUPS)
-    assert "wrap it in DDP again" in refused(lambda: compress(model))
+    assert "wrap the model in DDP again" in refused(lambda: compress(model))
     x = batches(1)[0]
     loss_of(model, x).backward()
     state = handle.state_dict()

@@ -295,7 +295,7 @@ def test_owners() -> None:
         assert all(list(each["keys"]) == ["fsdp/"] for each in states)
         made[0].load_state_dict(states[1])  # a file has no number
         raises("installed already; make one for each model", made[0].install, models[1])
-        raises("a ReduceScatter with key='fsdp' is there", ReduceScatter, "minmax2+ef", comm, key="fsdp")
+        raises("a ReduceScatter with key='fsdp' exists", ReduceScatter, "minmax2+ef", comm, key="fsdp")
         assert ReduceScatter("minmax2", comm, key="fsdp").key == "fsdp"  # without state nothing is mixed
         made[0].close()
         assert list(comm.state_dict()["keys"]) == ["fsdp#2/"]

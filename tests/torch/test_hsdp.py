@@ -193,7 +193,7 @@ def test_owners() -> None:
         states = [each.state_dict() for each in made]
         made[0].load_state_dict(states[1])
         other = AllReduce("minmax2+ef", comm, key="hsdp", min_elements=0)
-        raises("an AllReduce with key='hsdp' is there", other.install, models[0])
+        raises("an AllReduce with key='hsdp' exists", other.install, models[0])
         made[0].close()
         raises("this AllReduce is closed", sums[0].step)
         other.install(models[0])

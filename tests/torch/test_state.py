@@ -94,7 +94,7 @@ def refuses_lost_residuals(handle, state) -> None:
     name = next(iter(state["residuals"]))
     some = {n: t for n, t in state["residuals"].items() if n != name}
     before = handle.state_dict()
-    for lost, text in (({}, "of step 3, has no residuals of"), (some, f"has no residuals of {name}; load all")):
+    for lost, text in (({}, "of step 3, has no residuals of"), (some, f"has no residuals of {name}; load the whole")):
         assert text in refused(lambda: handle.load_state_dict(state | {"residuals": lost}))  # noqa: B023
     extra = {"residuals": state["residuals"] | {"else": torch.zeros(1)}}
     assert "has residuals of else" in refused(lambda: handle.load_state_dict(state | extra))

@@ -329,7 +329,7 @@ def test_refused(comm: qccl.Communicator) -> None:
         with pytest.raises(qccl.ArgumentError, match=message):
             qccl.DiLoCo(comm, params, **arguments)
     outer = qccl.DiLoCo(comm, params)
-    with pytest.raises(qccl.ArgumentError, match=r"make DiLoCo with period="):
+    with pytest.raises(qccl.ArgumentError, match=r"give DiLoCo period="):
         outer.after_local_step()
     counted = qccl.DiLoCo(comm, params, period=1)
     with pytest.raises(qccl.ArgumentError, match="params has 3 arrays, and DiLoCo was made for 4"):

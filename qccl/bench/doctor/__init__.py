@@ -1,1 +1,1 @@
-"""Computes times that were not measured: the steps of a training, and calls on machines that you do not have."""
+"""Predictions of times: the steps of a training, and calls on machines that you do not have."""

@@ -1,4 +1,4 @@
-"""``qccl-bench doctor``: what a training step would cost with each codec, before anything is changed."""
+"""``qccl-bench doctor``: the time of a training step with each codec, before anything is changed."""
 
 from __future__ import annotations
 
@@ -38,32 +38,31 @@ from qccl.meeting.launchers import detect
 __all__ = ["SHOWN", "doctor", "recommendation"]
 
 _NAMES = {FP32: "none (fp32)", FP16: "cast (fp16)"}
-#: the methods that reached the quality of fp32 in at most 1.1 times its steps in every training of docs/results.md;
-#: no other codec is recommended
+#: the codecs that the doctor may recommend: in every training of docs/results.md they reached fp32's quality in at most
+#: 1.1 times its steps
 SHOWN = (FP32, FP16, "minmax8", "minmax4+ef", "minmax2:bucket=256+ef")
 _DEFAULT_CODECS = "minmax8,minmax4+ef,minmax2:bucket=256+ef,trellis2+ef,onebit:reconstruct=mean+ef,topk:k=0.01+ef"
-#: a gain of less than this is not worth a change, nor a larger error
+#: the least gain that is worth a change, or a larger error
 _WORTH = 0.05
-#: measurements are doubtful whose median is so many times the least, and those of a machine with so many busy
-#: processes for each processor
+#: measurements are doubtful if their median is more than _SPREAD times the least one, or if the machine had more than
+#: _LOAD busy processes for each processor
 _SPREAD, _LOAD = 1.5, 0.5
-#: bytes of values whose encoding is timed: more than caches hold, because a training's gradients and states are not
-#: there either
+#: bytes of values whose encoding is timed: more than caches hold, like a training's gradients and states
 _TIMED_NBYTES = 16 << 20
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9}
-#: elements of the arrays in which --parameters are thought to be
+#: elements of each array into which --parameters are assumed to be divided
 _ARRAY = 1 << 20
-#: how often a network's calls are timed, so many at a time; bytes of a large call, which grow fourfold until it takes
-#: so many seconds
+#: a network's calls are timed _TIMES times, in bursts of _BURST. The bytes of a large call grow fourfold, from the
+#: first number to the last, until the call takes _ENOUGH_SECONDS
 _TIMES, _BURST, _FIRST_NBYTES, _LAST_NBYTES, _ENOUGH_SECONDS = 5, 4, 16 << 10, 16 << 20, 0.1
-#: messages that a call in two rounds waits for, at most
+#: the most messages, one after the other, that a call in two rounds waits for
 _LATE = 3
 
 _MODEL_HELP = "A function of yours that returns a PyTorch module."
 _MEASURE_HELP = (
     "Measure the network by calls among the ranks of a launcher, such as mpiexec -n 4 qccl-bench doctor --measure ..."
 )
-_DELAY_HELP = "With --link: each packet is under way this long from one rank to another, e.g. 25ms."
+_DELAY_HELP = "With --link: the time of a packet from one rank to another, e.g. 25ms."
 _STEP_HELP = "Time of a step on one rank, without communication, e.g. 250ms."
 _PROCESSORS_HELP = "Processors of each rank; 0.5 if two ranks share one [all of this machine]."
 _BUCKET_HELP = "bucket_cap_mb of DistributedDataParallel, in MiB [25]."
@@ -71,7 +70,7 @@ _CODEC_HELP = f"Codecs to compare with fp32 and fp16 [{_DEFAULT_CODECS}]."
 
 
 def parse_count(text: str) -> int:
-    """A number of parameters: "124M", "7B", "1500" (powers of 1000). Raises ValueError."""
+    """Parse a number of parameters: "124M", "7B", "1500" (powers of 1000). Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGB]?)", text.strip(), re.IGNORECASE)
     count = round(float(match[1]) * _DECIMAL[match[2].upper()]) if match else 0
     if count < 1:
@@ -80,7 +79,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_model(text: str) -> list[tuple[int, ...]]:
-    """The shapes of the gradients of the PyTorch module that ``module:function`` returns. Raises ValueError."""
+    """List the shapes of the gradients of the module that ``module:function`` returns. Raises ValueError."""
     module, colon, name = text.partition(":")
     try:
         given: Any = imported(module, name)() if colon else None
@@ -104,10 +103,10 @@ class TrainingNetwork:
 
     Attributes:
         rate: bytes per second of each rank's link, in each direction.
-        delay: seconds from one rank to another, beyond those in one room.
-        ranks, rank: their number, and this one.
-        source: in words.
-        spread: how many times as long as the least the median of the measured calls took.
+        delay: seconds from one rank to another, beyond the seconds in one room.
+        ranks, rank: the number of ranks, and this rank.
+        source: a text that says where the figures come from.
+        spread: the median of the measured calls' times divided by the least one.
     """
 
     rate: float
@@ -149,9 +148,9 @@ def doctor(
 
     The step is one of DistributedDataParallel: gradients become ready one after the other, and calls encode, send and
     decode them beside the backward pass. The simulator times the calls on the network of --link and --delay, or on the
-    one that --measure finds by calls of qccl among the ranks, which losses slow down as they do those of a training.
-    Encoding and decoding are measured on one core of this machine. The parts of a step, and when each gradient is
-    ready, are estimated.
+    network that --measure finds by calls of qccl among the ranks, which losses slow down like the calls of a training.
+    Encoding and decoding are measured on one core of this machine. The parts of a step, and the times at which
+    gradients are ready, are estimated.
 
     Recommended are codecs whose quality was shown in docs/results.md.
     """
@@ -184,18 +183,18 @@ def doctor(
 
 
 def _measured_network(processors: float) -> TrainingNetwork:
-    """Collective: the rate and the delay with which calls without a codec take as long as they do.
+    """Collective: find the rate and the delay that explain the measured times of calls without a codec.
 
-    Calls of one element give the time of a message. Larger ones, whose bytes take at least 0.1 s if they are not 16 MiB
-    already, give the rate. The least time counts, and the mean of the ranks, because they begin a call at different
-    times.
+    Calls of one element give the time of a message. Larger calls give the rate: they grow until they take 0.1 s, to
+    16 MiB at most. The least of several times counts, and of these the mean over the ranks, because the ranks begin a
+    call at different times.
     """
     try:
         with init("host") as comm:
             x = np.zeros(_LAST_NBYTES // FLOAT32.itemsize, np.float32)
 
             def timed(nbytes: int, algorithm: str, times: int) -> tuple[float, float]:
-                """The least and the median time of calls, of which some follow each other at a time."""
+                """The least and the median time of a call, from bursts of calls."""
                 found = []
                 for _ in range(times):
                     begin = time.perf_counter()
@@ -223,7 +222,7 @@ def _measured_network(processors: float) -> TrainingNetwork:
 
 
 def _report(step: Step, network: TrainingNetwork, specs: Sequence[str], load: float, path: str | None) -> None:
-    """Print the table and the recommendation, and write the figures; ``load`` is that before the measurements."""
+    """Print the table and the recommendation, and write the figures; ``load``: the load before the measurements."""
     count = _TIMED_NBYTES // FLOAT32.itemsize
     speeds = {spec: measure_speed(codec_of(spec), count) for spec in dict.fromkeys([FP32, FP16, *specs])}
     costs = [cost_of(step, spec, speed) for spec, speed in speeds.items()]
@@ -243,7 +242,7 @@ def _report(step: Step, network: TrainingNetwork, specs: Sequence[str], load: fl
 
 
 def _doubts(load: float, network: TrainingNetwork, speeds: Mapping[str, CodecSpeed]) -> Iterator[str]:
-    """The signs that other programs disturbed the measurements, although the least of several counts."""
+    """Yield signs that other programs disturbed the measurements, although the least of several times counts."""
     processors = os.cpu_count() or 1
     if load > _LOAD * processors:
         yield (
@@ -255,15 +254,15 @@ def _doubts(load: float, network: TrainingNetwork, speeds: Mapping[str, CodecSpe
     what, spread = max(spreads.items(), key=lambda each: each[1])
     if spread > _SPREAD:
         yield (
-            f"the measurements of {what} took {spread:.1f} times as long in the median as the least, which counts; "
+            f"the measurements of {what} have a median of {spread:.1f} times the least time, which counts; "
             f"measure again on an idle machine"
         )
 
 
 def recommendation(costs: Sequence[StepCost]) -> str:
-    """The codec with the least error among those that are about as fast as the fastest, with the reason.
+    """Recommend the codec with the least error among the codecs that are about as fast as the fastest, with reasons.
 
-    Only fp32, fp16 and codecs whose quality was shown count. ``costs`` begin with that of fp32.
+    Only fp32, fp16 and codecs whose quality was shown count. The first of ``costs`` is the cost of fp32.
     """
     plain, shown = costs[0], [cost for cost in costs if cost.codec in SHOWN]
     fastest = min(shown, key=lambda cost: cost.overlapped)

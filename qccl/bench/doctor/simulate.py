@@ -1,4 +1,4 @@
-"""``qccl-bench simulate``: a collective's times on machines that one does not have, from its schedules."""
+"""``qccl-bench simulate``: a collective's times on machines that you do not have, from its schedules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qccl.base.scalars import parse_seconds
 from qccl.base.trace import write_trace
 from qccl.bench.doctor.simulated import Machines, Processor, Simulated, simulated
 from qccl.bench.doctor.speed import measure_speed
-from qccl.bench.options import DTYPES, KINDS, NCCL_NAMES, OPS, SweepOptions, columns_help
+from qccl.bench.options import DTYPES, KINDS, OPS, SweepOptions, columns_help
 from qccl.bench.params import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -35,24 +35,25 @@ from qccl.bench.sweep import table
 from qccl.bench.sweep.calls import cases
 from qccl.bench.sweep.collective import check_sizes
 from qccl.bench.sweep.measure import Row, Side
+from qccl.bench.sweep.report import row_fields, side_fields
 from qccl.codecs import Codec, NoCodec
 
 __all__ = ["simulate"]
 
 PLAIN = NoCodec().spec()
-#: all but those with parameters of their own
+#: the collectives without further parameters
 _COLLECTIVES = [name for name in KINDS if name not in ("hierarchical_allreduce", "allreduce_coalesced")]
-#: so many take half a minute for each row
+#: most ranks; a row of the table then takes half a minute
 _MOST_RANKS = 1 << 14
-#: elements whose encoding is timed: with the usual codecs all take less than a second
+#: elements whose encoding is timed: less than a second for all usual codecs
 _TIMED = 256 << 10
 
 _NODES_HELP = "Number of nodes; the ranks of a node, which share its link, follow each other [--ranks]."
 _LINK_HELP = "Rate of each node's link, in each direction, e.g. 25gbit or 3GBps [10gbit]."
 _INTRA_HELP = "Rate of each rank inside its node, e.g. 300GBps [5GBps]."
-_DELAY_HELP = "Each packet is under way this long from one node to another, e.g. 5us, beyond the delay of one room."
+_DELAY_HELP = "The time of a packet from one node to another, e.g. 5us, beyond the delay of one room."
 _CODEC_HELP = "Codecs to compare, e.g. minmax8,none [minmax8,minmax4]."
-_ALGORITHM_HELP = "Algorithms to compare, e.g. auto,two_round; of several nodes auto takes two levels [auto]."
+_ALGORITHM_HELP = "Algorithms to compare, e.g. auto,two_round; on several nodes auto takes two levels [auto]."
 _ENCODE_HELP = "Values of float32 that a processor encodes in a second, e.g. 4GBps, with all codecs [measured here]."
 _DECODE_HELP = "Values of float32 that a processor decodes in a second."
 _PROCESSORS_HELP = "Processors of each rank, at most 1; 0.5 if two ranks share one [1]."
@@ -90,11 +91,11 @@ def simulate(nodes: int | None, link: Link, intra: Link, path: str | None, trace
 
     For example: qccl-bench simulate allreduce --ranks 1024 --nodes 128 --link 25gbit --intra 300GBps --delay 5us
 
-    The table is that of the command with the collective's name, whose calls run. Nothing runs here: the schedules of
-    these calls are timed with the rates given, and with the costs of UCX over TCP between processors: GPUs and NCCL are
-    not computed. Encoding and decoding are measured on one core of this machine.
+    The table is like the table of the command with the collective's name, which measures calls. Here no calls run:
+    their schedules are timed with the given rates, and with the costs of UCX over TCP between processors, not of GPUs
+    and NCCL. Encoding and decoding are measured on one core of this machine.
 
-    A time is that of one call, which all ranks begin together. wire, floor and line are those of the busiest link.
+    A time is the time of one call, which all ranks begin together. wire, floor and line describe the busiest link.
     """
     rates = given.pop("encode"), given.pop("decode")
     size = _node_size(given["ranks"], nodes)
@@ -174,8 +175,8 @@ class _Run:
     """All calls of a command, size by size.
 
     Attributes:
-        pairs: the rows of the codecs, each with that of the plain call.
-        traced: the call of the largest size with the first codec, so far.
+        pairs: the rows of the codecs, each with the row of the plain call.
+        traced: the last call with the first codec, in the end the call of the largest size.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class _Run:
         self.traced: Simulated | None = None
 
     def lines(self) -> Iterator[str]:
-        """The table, each row when it is computed, and what follows from it."""
+        """Yield the table, each row as soon as it is computed, and the footer."""
         o, machines = self._options, self._machines
         yield from _head(o, machines, self._processor)
         for case in cases(o, machines.ranks):
@@ -203,7 +204,7 @@ class _Run:
         yield from table.footer(table.totals(self.pairs, machines.ranks), PLAIN)
 
     def _every_row(self) -> list[Row]:
-        """The plain calls, then all others: a codec is faster only if it is faster than no codec."""
+        """The rows of the plain calls, then all other rows."""
         plain = dict.fromkeys(pair[1] for pair in self.pairs if pair[1] is not None)
         return list(dict.fromkeys((*plain, *(row for row, _ in self.pairs))))
 
@@ -230,7 +231,7 @@ class _Run:
             "args": list(self._options.args),
             "machines": asdict(self._machines),
             "processor": asdict(self._processor),
-            "results": [_result(row, self._machines.ranks) for row in rows],
+            "results": [row_fields(row) | side_fields(row, row.out_of_place, self._machines.ranks) for row in rows],
         }
 
 
@@ -253,19 +254,3 @@ def _head(options: SweepOptions, machines: Machines, processor: Processor) -> It
         yield f"# {name}: a processor encodes {4e-9 / encode:.3g} and decodes {4e-9 / decode:.3g} GB/s of float32"
     yield "#"
     yield from table.header(PLAIN, lab=True)
-
-
-def _result(row: Row, ranks: int) -> dict[str, Any]:
-    side = row.out_of_place
-    return {
-        "size": row.case.nbytes,
-        "count": row.case.count,
-        "type": NCCL_NAMES[row.case.dtype.name],
-        "redop": row.case.op,
-        "codec": row.codec,
-        "algorithm": row.algorithm,
-        "wire_bytes": row.wire_nbytes,
-        "time": side.seconds * 1e6,
-        "alg_bw": table.algbw(row, side),
-        "bus_bw": table.busbw(row, side, ranks),
-    }

@@ -1,8 +1,8 @@
 """Simulated calls: machines and codecs as the simulator's costs, and the schedules of a call.
 
-``qccl-bench simulate`` shows them, and the doctor predicts steps by them. The constants are of qccl over UCX's TCP,
+``qccl-bench simulate`` shows them, and the doctor predicts steps by them. The constants are for qccl over UCX's TCP,
 fitted to the steps of docs/results (2 and 4 ranks on 2 cores). A call is simulated with the schedules of the first
-node's ranks if all nodes do the same, and otherwise with those of all ranks.
+node's ranks if all nodes do the same, and otherwise with the schedules of all ranks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from qccl.transports.ucx import UcxTransport
 
 __all__ = ["ADD", "Constants", "Machines", "Processor", "Simulated", "simulated"]
 
-#: seconds of a processor to add or copy an element
+#: seconds that a processor takes to add or copy an element
 ADD = 0.17e-9
 
-#: up to so many ranks all are simulated, also where parts differ by a bucket
+#: up to this number all ranks are simulated, even if only their parts differ, by a bucket
 _ALL_RANKS = 16
 #: the most ranks that are simulated one by one
 _MOST_RANKS = 1024
@@ -40,12 +40,12 @@ class Machines:
     """The machines of a simulated job.
 
     Attributes:
-        ranks: their number.
+        ranks: the number of ranks.
         inter: the link of each node.
         intra: bytes per second that a rank sends to, and receives from, its own node.
-        delay: seconds that a packet is under way to another node, beyond those in one room.
+        delay: seconds of a packet to another node, beyond the seconds in one room.
         node_size: ranks of a node.
-        processors: of each rank, at most 1; less if ranks share one.
+        processors: processors of each rank, at most 1; less if ranks share one.
     """
 
     ranks: int
@@ -63,13 +63,13 @@ class Machines:
 
 @dataclass(frozen=True)
 class Constants:
-    """What a call costs beyond its bytes and its codec; all times are seconds.
+    """The costs of a call beyond its bytes and its codec; all times are seconds.
 
     Attributes:
-        latency: until a message is noticed.
-        message, byte: of a processor, for each message and each of its bytes, on either side.
-        operation: of a processor, to start an operation.
-        headers: time on the link in relation to that of the payload.
+        latency: the time until a rank notices a message.
+        message, byte: a processor's time for each message and for each of its bytes, on either side.
+        operation: a processor's time to start an operation.
+        headers: the time on the link divided by the time of the payload.
     """
 
     latency: float = 0.2e-3
@@ -87,9 +87,9 @@ class Processor:
     speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def rates(self, codec: Codec, dtype: DType) -> tuple[float, float]:
-        """Bytes of values that are encoded and decoded per second; values that are not encoded are copied.
+        """Bytes of values that are encoded, and decoded, per second; the codec "none" copies.
 
-        An element of 16 bits takes as long as one of float32, because it is computed in float32.
+        An element of 16 bits takes as long as a float32 element, because codecs compute in float32.
         """
         encode, decode = (ADD, ADD) if codec == NoCodec() else self.speeds[codec.spec()]
         return dtype.itemsize / encode, dtype.itemsize / decode
@@ -102,7 +102,7 @@ class Simulated:
     Attributes:
         algorithm: the schedule's name.
         wire_nbytes: bytes that the busiest link sends.
-        timeline: of all ranks, or of those of the first node.
+        timeline: the timeline of all ranks, or of the first node's ranks.
     """
 
     algorithm: str
@@ -113,7 +113,7 @@ class Simulated:
 def simulated(
     case: Case, codec: Codec, algorithm: str, chunk: int | None, machines: Machines, processor: Processor
 ) -> Simulated:
-    """Simulate one call over UCX's TCP. Raises ArgumentError for calls that are impossible, or too large for this."""
+    """Simulate one call over UCX's TCP. Raises ArgumentError for calls that are impossible or too large to simulate."""
     given = {"layout": "sharded", "intra": "none", "node_ids": machines.nodes}
     parameters, ranks = parameters_of(case, algorithm, given), machines.ranks
     is_uniform = ranks % machines.node_size == 0 and "root" not in KINDS[case.kind].parameters
@@ -137,10 +137,10 @@ def simulated(
 
 
 def _repeated(spec: CollectiveSpec, machines: Machines) -> tuple[int, int]:
-    """After how many ranks of a uniform job their schedules repeat, and for how many elements, as many or a few more.
+    """The number of ranks after which a uniform job's schedules repeat, for elements that are rounded up a little.
 
-    In two rounds each rank reduces a shard. The elements are then rounded up so that all shards have as many buckets,
-    or that every so many ranks one has a bucket: the largest shard decides.
+    In two rounds each rank reduces a shard. The elements are rounded up so that all shards have equally many buckets,
+    or, with fewer buckets than ranks, every n-th rank has one bucket: the time depends on the largest shard.
     """
     ranks, size, granule = machines.ranks, machines.node_size, spec.codec.granule
     if isinstance(spec, HierarchicalSpec):
@@ -181,7 +181,7 @@ def _costs(machines: Machines, processor: Processor, codec: Codec, dtype: DType)
 
 
 def _wire_nbytes(schedules: list[Schedule], machines: Machines) -> int:
-    """Bytes that the busiest link sends, headers not counted."""
+    """The bytes that the busiest link sends, without headers."""
     wiring, sent = Wiring(machines.nodes, machines.nodes), dict.fromkeys(machines.nodes, 0)
     for schedule in schedules:
         sent[wiring.links[schedule.rank]] += wiring.crossing(schedule)

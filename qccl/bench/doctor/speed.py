@@ -1,4 +1,4 @@
-"""How fast a codec is on one core of this machine, and how large its error is."""
+"""The speed of a codec on one core of this machine, and its error."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from qccl.codecs.operations import Operations
 
 __all__ = ["CodecSpeed", "measure_speed"]
 
-#: passes of which the fastest counts, because others can only be disturbed ones: at least, at most, and the seconds
-#: after which the least are enough, some time slices of a busy processor
+#: least and most passes, of which the fastest counts because disturbances only add time. After the least number they
+#: end when they have taken _ENOUGH_SECONDS, some time slices of a busy processor
 _LEAST_PASSES, _MOST_PASSES, _ENOUGH_SECONDS = 5, 50, 0.02
 
 
@@ -30,9 +30,9 @@ class CodecSpeed:
     """A codec on one core.
 
     Attributes:
-        encode, decode: seconds of an element.
+        encode, decode: seconds for an element, from the fastest pass.
         error: the relative L2 error of one encoding.
-        spread: how many times as long as the least the median of the measurements took, from which the times are.
+        spread: the median of the passes' times divided by the least one.
     """
 
     encode: float
@@ -66,7 +66,7 @@ def measure_speed(codec: Codec, count: int) -> CodecSpeed:
 
 
 def _times(run: Callable[[], object]) -> list[float]:
-    """The seconds of each of a few passes."""
+    """Time a few passes, in seconds."""
     times: list[float] = []
     while len(times) < _LEAST_PASSES or (len(times) < _MOST_PASSES and sum(times) < _ENOUGH_SECONDS):
         begin = time.perf_counter()

@@ -1,13 +1,13 @@
-"""How long a training step takes with a codec, and with fp32 and fp16 over gloo.
+"""The time of a training step with a codec, and with fp32 and fp16 over gloo.
 
 A call of qccl takes the time that the simulator computes for its schedules (simulated.py). The calls of a step follow
-each other: each occupies the link, or the processor if that is longer, and what else it takes passes while the next
-one runs. The trainer computes meanwhile, and loses what calls take of the processors that the rank has.
+each other: a call occupies the link, or the processor if that is longer, and the rest of its time overlaps with the
+next call. The trainer computes meanwhile, on the part of the rank's processors that calls do not use.
 
-The constants below are of PyTorch's DistributedDataParallel and of gloo, fitted to the steps of docs/results (2 and 4
+The constants below are for PyTorch's DistributedDataParallel and for gloo, fitted to the steps of docs/results (2 and 4
 ranks on 2 cores behind 100 Mbit/s and 1 Gbit/s). bench/doctor_accuracy.py compares the predictions with measured steps.
-Measured with 25, 50 and 100 ms, gloo's ring took two delays for each of its 2 (n - 1) messages, because a rank first
-tells its neighbour that it may send, and a call of qccl one more than its schedule has.
+With measured delays of 25, 50 and 100 ms, gloo's ring took two delays for each of its 2 (n - 1) messages, because a
+rank first tells its neighbour that it may send. A call of qccl took one delay more than its schedule has.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from qccl.training.grouping import grouped, sent_nbytes
 __all__ = ["FP16", "FP32", "Step", "StepCall", "StepCost", "call_of"]
 __all__ += ["constants_of", "cost_of", "rate_of", "step_seconds"]
 
-#: a step without a codec, and with 16 bits: DDP's own reduction and its hook, over gloo
+#: the codecs of DDP's own reduction and of its fp16 hook, over gloo
 FP32, FP16 = "none", "cast"
-#: seconds until a message is noticed by a rank that shares a processor
+#: seconds until a rank that shares a processor notices a message
 _SHARED_LATENCY = 1.5e-3
-#: seconds of a processor for a message of gloo; bytes of these; seconds to convert an element to 16 bits or back
+#: a processor's seconds for a message of gloo; the message's bytes; seconds to convert an element to 16 bits or back
 _GLOO_MESSAGE, _GLOO_NBYTES, _CONVERT = 70e-6, 64 << 10, 1.7e-9
-#: seconds of the trainer for a call, and for a step beyond its computation
+#: the trainer's seconds for a call, and for a step beyond its computation
 _CALL, _STEP = 0.35e-3, 2.0e-3
-#: compress() encodes parameters of so many elements and dimensions
+#: the least elements and dimensions of parameters that compress() encodes
 _ENCODED_ELEMENTS, _ENCODED_DIMENSIONS = 4096, 2
 #: bytes per second inside a node, which has one rank
 _INTRA = 5e9
@@ -46,11 +46,11 @@ class Step:
     """A training step.
 
     Attributes:
-        computation: of one rank.
-        ranks: their number.
+        computation: the computation of one rank.
+        ranks: the number of ranks.
         rate: bytes per second of each rank's link, in each direction.
-        processors: of each rank; less than 1 if ranks share one.
-        delay: seconds that a packet is under way from one rank to another, beyond those in one room.
+        processors: processors of each rank; less than 1 if ranks share one.
+        delay: seconds of a packet from one rank to another, beyond the seconds in one room.
     """
 
     computation: StepComputation
@@ -61,7 +61,7 @@ class Step:
 
     @property
     def threads(self) -> int:
-        """Threads of the trainer's computation on a rank."""
+        """The threads of the trainer's computation on a rank."""
         return max(1, int(self.processors))
 
     @property
@@ -71,7 +71,7 @@ class Step:
 
 
 def constants_of(processors: float) -> Constants:
-    """The simulator's constants for ranks that have so many processors each."""
+    """The simulator's constants for ranks with ``processors`` processors each."""
     return Constants() if processors >= 1 else replace(Constants(), latency=_SHARED_LATENCY)
 
 
@@ -80,10 +80,10 @@ class StepCall:
     """A reduction of some gradients; all times are seconds.
 
     Attributes:
-        seconds: of the call alone.
-        link: in which it occupies the rank's link.
-        processor: in which it occupies a processor.
-        sent: bytes.
+        seconds: the time of the call alone.
+        link: the time for which the call occupies the rank's link.
+        processor: the time for which the call occupies a processor.
+        sent: the bytes that the rank sends.
     """
 
     seconds: float
@@ -97,12 +97,12 @@ class StepCost:
     """A step with one codec; all times are seconds.
 
     Attributes:
-        codec: its specification.
+        codec: the codec's specification.
         sent: bytes that each rank sends.
         link: time of these bytes on the link.
-        processor: time of a processor for calls.
-        alone: the step if communication follows the backward pass.
-        overlapped: the step as DDP runs it, with communication beside the backward pass.
+        processor: a processor's time for calls.
+        alone: the time of the step if communication follows the backward pass.
+        overlapped: the time of the step with communication beside the backward pass, like DDP's.
         error: relative L2 error of one encoding of Gaussian values, measured.
     """
 
@@ -125,11 +125,11 @@ def cost_of(step: Step, spec: str, speed: CodecSpeed) -> StepCost:
 
 
 def step_seconds(step: Step, calls: list[tuple[float, StepCall]]) -> float:
-    """The time of a step with these calls; each with the seconds of the backward pass after which it may start."""
+    """The time of a step with these calls, each with the seconds of the backward pass before its start."""
     scale = min(1.0, step.processors)
-    #: the part of the trainer's time that a busy processor of a call takes
+    #: the part of the trainer's time that is lost while a call keeps a processor busy
     loss = max(0.0, 1 - max(0.0, step.processors - 1) / step.threads)
-    now = free = end = use = 0.0  # free: when the calls leave link and processor; use: of the processor until then
+    now = free = end = use = 0.0  # free: when calls release link and processor; use: the processor's time until then
 
     def compute(seconds: float) -> None:
         nonlocal now
@@ -149,7 +149,7 @@ def step_seconds(step: Step, calls: list[tuple[float, StepCall]]) -> float:
 
 
 def _of_groups(step: Step, codec: Codec, speed: CodecSpeed) -> Iterator[tuple[float, StepCall]]:
-    """The calls of qccl.torch.compress(), which begin in their order."""
+    """Yield the calls of qccl.torch.compress(), in the order of their begins."""
     gradients, ready = step.computation.gradients[::-1], 0.0
     kinds = [
         codec if g.count >= _ENCODED_ELEMENTS and len(g.shape) >= _ENCODED_DIMENSIONS else NoCodec() for g in gradients
@@ -165,7 +165,7 @@ def _of_groups(step: Step, codec: Codec, speed: CodecSpeed) -> Iterator[tuple[fl
 
 
 def call_of(step: Step, codec: Codec, count: int, speed: CodecSpeed) -> StepCall:
-    """An all-reduce of ``count`` float32 elements by qccl."""
+    """Predict an all-reduce of ``count`` float32 elements by qccl."""
     scale = min(1.0, step.processors)
     machines = Machines(step.ranks, Link("", step.rate, 0), _INTRA, step.delay, processors=scale)
     processor = Processor(step.constants, {codec.spec(): (speed.encode, speed.decode)})
@@ -177,11 +177,11 @@ def call_of(step: Step, codec: Codec, count: int, speed: CodecSpeed) -> StepCall
 def rate_of(seconds: float, nbytes: int, ranks: int, processors: float, delay: float) -> float:
     """The rate of a link with which an all-reduce of ``nbytes`` without a codec takes ``seconds``.
 
-    The bytes take a quarter of the time at least, however long the messages are thought to take.
+    The bytes take at least a quarter of the time, even if the predicted messages leave less.
     """
     byte, none = seconds / sent_nbytes(nbytes, ranks), CodecSpeed(ADD, ADD, 0.0)
     least = byte / 4
-    for _ in range(3):  # the time of a call is nearly linear in that of a byte
+    for _ in range(3):  # a call's time is nearly linear in a byte's time
         step = Step(StepComputation((), 0.0, 0.0, 0.0), ranks, 1 / byte, processors, delay)
         call = call_of(step, NoCodec(), nbytes // FLOAT32.itemsize, none)
         byte = max(least, byte + (seconds - call.seconds) * byte / call.link)
@@ -189,7 +189,7 @@ def rate_of(seconds: float, nbytes: int, ranks: int, processors: float, delay: f
 
 
 def _of_gloo(step: Step, spec: str) -> Iterator[tuple[float, StepCall]]:
-    """The buckets of DDP, each in one all-reduce of gloo: a ring."""
+    """Yield the all-reduces of DDP's buckets by gloo's ring."""
     hops, itemsize = 2 * (step.ranks - 1), FLOAT32.itemsize if spec == FP32 else 2
     for bucket in sorted({g.bucket for g in step.computation.gradients}):
         gradients = [g for g in step.computation.gradients if g.bucket == bucket]
@@ -198,6 +198,6 @@ def _of_gloo(step: Step, spec: str) -> Iterator[tuple[float, StepCall]]:
         link = step.constants.headers * sent / step.rate
         working = hops * _GLOO_MESSAGE + 2 * step.constants.byte * sent + count * ADD
         working = (working + (count * _CONVERT if spec == FP16 else 0.0)) / min(1.0, step.processors)
-        chunks = max(1, count * itemsize // (_GLOO_NBYTES * step.ranks))  # the first one overlaps with nothing
+        chunks = max(1, count * itemsize // (_GLOO_NBYTES * step.ranks))  # the first chunk overlaps with nothing
         waiting = hops * (step.constants.latency + 2 * step.delay) + working / chunks
         yield max(g.ready for g in gradients), StepCall(max(link, working) + waiting, link, working, sent)

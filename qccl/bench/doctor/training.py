@@ -10,7 +10,7 @@ from qccl.base.dtypes import FLOAT32
 
 __all__ = ["Gradient", "StepComputation", "estimated"]
 
-#: the part of a step in which gradients become ready, and the part after it
+#: the parts of a step's time for the backward pass, in which gradients become ready, and for the optimiser after it
 _BACKWARD, _OPTIMISER = 0.55, 0.15
 
 
@@ -19,7 +19,7 @@ class Gradient:
     """A gradient.
 
     Attributes:
-        shape: of its parameter; one dimension where only the size is known.
+        shape: the shape of its parameter; one dimension if only the size is known.
         ready: seconds from the start of the backward pass until DistributedDataParallel hands over its bucket.
         bucket: the number of that bucket.
     """
@@ -30,7 +30,7 @@ class Gradient:
 
     @property
     def count(self) -> int:
-        """Its elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
@@ -39,7 +39,7 @@ class StepComputation:
     """A step of one rank alone; all times are seconds.
 
     Attributes:
-        gradients: in the order in which the model has its parameters.
+        gradients: the gradients in the order of the model's parameters.
         forward, backward, optimiser: the parts of the step.
     """
 
@@ -50,12 +50,12 @@ class StepComputation:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """The time of the whole step."""
         return self.forward + self.backward + self.optimiser
 
 
 def estimated(shapes: Sequence[tuple[int, ...]], seconds: float, bucket_nbytes: int) -> StepComputation:
-    """A step whose backward pass takes a usual part of it, and reaches the last parameter first, at an even pace."""
+    """Estimate a step whose backward pass takes the usual part, from the last parameter on at an even pace."""
     backward, total = _BACKWARD * seconds, sum(map(math.prod, shapes))
     at, filled, bucket = 0, 0, 0
     order: list[tuple[int, int]] = []  # the bucket of each gradient, and the elements that are ready with it

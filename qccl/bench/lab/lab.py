@@ -4,9 +4,10 @@
         subprocess.run(["mpiexec", "-n", "4", *lab.enter("PMI_RANK"), "python", "train.py"], env=...)
 
 A bridge joins the namespaces' interfaces (``eth0``), and a token bucket at each limits the sending rate. For delays and
-losses the bridge's ports have the kernel's netem. Where the kernel has none, a process of ours (kernels/lab) is the
-bridge, which is built with qccl but is not in its wheels. All names contain the lab's number, which is the id of the
-process that made it, so that runs do not collide (leftovers.py). Requires Linux, ``ip``, ``tc`` and root.
+losses the bridge's ports have the kernel's netem. If the kernel has no netem, the delay line, a process of qccl's own
+(kernels/lab), is the bridge; it is built with qccl but is not in its wheels. All names contain the lab's number, which
+is the id of the process that made it, so that runs do not collide (leftovers.py). Requires Linux, ``ip``, ``tc`` and
+root.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ __all__ = ["INTERFACE", "Lab", "LabError", "obstacle", "remove_stale", "shaped_n
 
 #: the rate-limited interface in every namespace
 INTERFACE = "eth0"
-#: bytes of a packet on links alone, and on links with delay and loss, which are those of the internet
+#: bytes of a packet on links, and on links with delay or loss, which has the internet's size
 _MTU, _FAR_MTU = "9000", "1500"
-#: packets under way in netem, more than any link has
+#: netem's limit of packets under way, more than any link has
 _UNDER_WAY = "10000000"
 _DELAY_LINE = Path(str(getattr(importlib.util.find_spec("qccl._host"), "origin", ""))).with_name("delay_line")
 #: bytes per second of the fastest link that the delay line was measured with
@@ -43,7 +44,7 @@ _CAPABILITIES = 1 << 12 | 1 << 21  # CAP_NET_ADMIN, CAP_SYS_ADMIN
 
 
 def obstacle() -> str | None:
-    """Why this process cannot build a lab, and what to do; None if it can."""
+    """Say why this process cannot build a lab, and what to do; None if it can."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} not found; install iproute2"
@@ -53,7 +54,7 @@ def obstacle() -> str | None:
             'sudo env PATH="$PATH" qccl-bench ..., or leave --link out and measure the network there is'
         )
     if not _may_make_networks():
-        return "this container is not allowed to make networks, although root; start it with that right (--privileged)"
+        return "this container may not make networks, although its user is root; start it with --privileged"
     return None
 
 
@@ -63,15 +64,15 @@ class Lab:
     With ``nodes``, rank r is on node r modulo ``nodes``, and the ranks of a node share a namespace and its link. With
     ``link_per_rank`` each rank still has its own, as if every GPU had a network card.
 
-    With ``delay`` each packet arrives so many seconds later, and with ``loss`` this share of the packets is lost. Their
-    packets are those of the internet: an MTU of 1500, no offloads.
+    ``delay`` is each packet's delay in seconds, and ``loss`` the share of the packets that are lost. With either,
+    packets are like the internet's: an MTU of 1500, no offloads.
 
     Attributes:
-        nodes, links: numbers of nodes and links.
+        nodes, links: the numbers of nodes and links.
         tcp: TCP's congestion control in the namespaces; None: the machine's.
-        bridge: the interface in this process's namespace that joins the ranks; it has a name when the lab is entered.
-        address: the bridge's address, to which a launcher's ranks connect; also from then on.
-        first_address: the address of rank 0, at which ranks without a launcher meet; likewise.
+        bridge: the name of the interface in this process's namespace that joins the ranks; set when the lab is entered.
+        address: the bridge's address, to which a launcher's ranks connect; set when the lab is entered.
+        first_address: the address of rank 0, at which ranks without a launcher meet; set when the lab is entered.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Lab:
         status = self._line.poll() if self._line else None
         self.close()
         if kind is None and status is not None:
-            raise LabError(f"the lab's delay line has ended with status {status}, and no packet arrived any more")
+            raise LabError(f"the lab's delay line has ended with status {status}, and no packets arrive any more")
 
     def _take(self, number: int) -> None:
         self.bridge, self.name = f"qcclb{number}", prefix(number)
@@ -135,7 +136,7 @@ class Lab:
     def close(self) -> None:
         """Kill all processes in the namespaces, and remove the namespaces and their files. Idempotent."""
         if self._claim is not None:
-            if self._line is not None:  # it reports what went wrong
+            if self._line is not None:  # its exit status tells of errors
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._line.communicate(timeout=5)
             remove(self._number)
@@ -182,12 +183,12 @@ class Lab:
         _run("ip", "link", "set", self._outside(node), "master", self.bridge, "up")
 
     def _netem(self) -> list[str]:
-        """The kernel's delay and loss, for the packets that leave the bridge by a port."""
+        """The arguments of netem, the kernel's delay and loss, for packets that leave the bridge by a port."""
         loss = ["loss", f"{self.loss * 100:g}%"] if self.loss else []
         return ["netem", "limit", _UNDER_WAY, "delay", f"{self.delay * 1e6:.0f}us", *loss]
 
     def _has_netem(self) -> bool:
-        """Try netem in a namespace of its own. Raises LabError if there is no delay line either."""
+        """Whether the kernel has netem, by a trial in a namespace. Raises LabError if there is no delay line either."""
         namespace = f"{self.name}line"
         _run("ip", "netns", "add", namespace)
         try:
@@ -207,7 +208,7 @@ class Lab:
         return False
 
     def _add_line_port(self, line: str, port: int, inside: str, namespace: str) -> None:
-        """Lead ``inside`` to the delay line, which knows each port by its Ethernet address."""
+        """Connect ``inside`` to the delay line, which knows each port by its Ethernet address."""
         outside, address = self._outside(port), f"02:71:63:63:{port >> 8:02x}:{port & 255:02x}"
         ends = ("mtu", _FAR_MTU, "type", "veth", "peer", "name", inside, "address", address, "mtu", _FAR_MTU)
         _run("ip", "-n", line, "link", "add", outside, *ends)
@@ -235,10 +236,10 @@ class Lab:
         return f"qv{self._number}.{port}"
 
     def _hosts(self) -> str:
-        """The hosts file inside: the machine's, with names for the nodes and for the machine outside.
+        """The hosts file inside: the machine's file, with names for the nodes and for the machine outside.
 
-        PyTorch looks up the name of every address that connects, and warns if it has none. Its sockets are of IPv6, so
-        there the addresses have the form ::ffff:198.18.0.1.
+        PyTorch looks up the name of every address that connects, and warns if there is no name. It uses sockets of
+        IPv6, where the addresses have the form ::ffff:198.18.0.1.
         """
         own = _HOSTS.read_text() if _HOSTS.is_file() else "127.0.0.1 localhost\n"
         names = {f"{self._subnet}.{node + 1}": f"node{node}" for node in range(self.links)} | {self.address: "launcher"}
@@ -257,7 +258,7 @@ def shaped_nbytes(namespace: str | None = None) -> int:
 
 
 def _write_hosts(namespace: str, text: str) -> None:
-    """Give a namespace its hosts file. Where /etc is read-only all else works without it."""
+    """Give a namespace its hosts file. If /etc is read-only, the rest works without the file."""
     folder = FILES / namespace
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)

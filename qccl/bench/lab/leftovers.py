@@ -1,8 +1,8 @@
 """Network namespaces and other things that labs make, found by their names and removed, also after SIGKILL.
 
-A lab's number is in all its names, and is the id of its process, to which further labs of the same id add multiples of
-``_IDS``. Its process also holds a socket of that number, which is seen where its interfaces are: in another container a
-process id says nothing.
+A lab's number is in all its names. It is the id of its process; further labs of the same id add multiples of ``_IDS``.
+The process also holds an abstract socket with that number in its name. The socket is visible wherever the lab's
+interfaces are, also in another container, where the process id is not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _IDS = 10_000_000
 
 
 def claim() -> tuple[int, socket.socket]:
-    """A number that no other lab has, without its last lab's remains, and the socket that holds it."""
+    """Take a number that no other lab has, and remove its last lab's remains. Returns it and its socket."""
     for number in range(os.getpid(), 9 * _IDS, _IDS):
         if held := _hold(number):
             remove(number)
@@ -46,7 +46,7 @@ def _hold(number: int) -> socket.socket | None:
 
 
 def prefix(number: int) -> str:
-    """How the names of a lab's namespaces begin."""
+    """The begin of the names of a lab's namespaces."""
     return f"qccl-{number}-"
 
 
@@ -60,7 +60,7 @@ def remove_stale() -> None:
 
 
 def remove(number: int) -> None:
-    """Remove what a lab has made, and kill the processes in it."""
+    """Remove a lab's interfaces, namespaces and files, and kill the processes in it."""
     for name in os.listdir(_INTERFACES):
         if (match := _OWNED.fullmatch(name)) and int(match[1]) == number:
             run("ip", "link", "del", name, check=False)  # deletes both ends of the pair

@@ -24,10 +24,10 @@ __all__ += ["switch_offloads_off"]
 NAMESPACES = Path("/run/netns")
 _CLONE_NEWNET = 0x40000000
 _SIOCETHTOOL = 0x8946
-#: ETHTOOL_S: checksums of sent packets, segmentation by the device and by the kernel, joining of received packets
+#: ETHTOOL_S commands: checksums of sent packets, segmentation by the device and by the kernel, joining on receipt
 _OFFLOADS = {"tx": 0x17, "tso": 0x1F, "gso": 0x24, "gro": 0x2C}
 
-#: TCP's congestion control: the algorithm by which it decides how fast to send. Each namespace has its own
+#: the kernel's file with TCP's congestion control, the algorithm that decides how fast it sends, of a namespace
 _CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 
@@ -35,11 +35,11 @@ _Result = TypeVar("_Result")
 
 
 class LabError(QcclError):
-    """The lab's network could not be built, is not what was asked for, or traffic bypassed it."""
+    """The lab's network could not be built, differs from the request, or traffic bypassed it."""
 
 
 def inside(namespace: str, call: Callable[[], _Result]) -> _Result:
-    """``call()`` by a thread in a network namespace; sockets and files of /sys that it opens belong to it.
+    """Do ``call()`` by a thread in a network namespace, to which the sockets and files of /sys that it opens belong.
 
     Raises OSError if there is no such namespace.
     """
@@ -51,14 +51,14 @@ def inside(namespace: str, call: Callable[[], _Result]) -> _Result:
                 raise OSError(number, f"entering the namespace {namespace}: {os.strerror(number)}")
         return call()
 
-    with ThreadPoolExecutor(1) as thread:  # the thread ends, and with it its stay there
+    with ThreadPoolExecutor(1) as thread:  # a thread of its own, as it cannot leave the namespace
         return thread.submit(enter).result()
 
 
 def switch_offloads_off(namespace: str, interfaces: Iterable[str]) -> None:
     """Let ``interfaces`` send packets as a wire carries them: at most the MTU, with checksums. Raises OSError.
 
-    As ``ethtool -K INTERFACE tx off tso off gso off gro off``.
+    This is ``ethtool -K INTERFACE tx off tso off gso off gro off``.
     """
 
     def switch() -> None:
@@ -86,7 +86,7 @@ def run(*command: str, check: bool = True) -> str:
 
 
 def congestion_control() -> str:
-    """The algorithm in this process's namespace; a new one has the machine's."""
+    """The congestion control in this process's namespace; a new namespace has the machine's."""
     try:
         return _CONGESTION.read_text(encoding="ascii").strip()
     except OSError:

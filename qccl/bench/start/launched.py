@@ -1,4 +1,4 @@
-"""Errors under a launcher: rank 0 reports one that all ranks have, and no rank waits for another one's."""
+"""Errors under a launcher: rank 0 reports an error of all ranks, and a rank with an error ends the others."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from qccl.transports.choice import wanted_transport
 
 __all__ = ["LaunchedCommand", "let_rank_0_speak"]
 
-#: for rank 0 to report an error that all ranks have; its launcher then ends the others
+#: time for rank 0 to report an error of all ranks; its launcher then ends the others
 _PATIENCE_SECONDS = 2.0
 
 
 class LaunchedCommand(click.Command):
     """A command that every rank of a launcher runs; an error of its arguments ends the job.
 
-    All ranks may have the error, or one alone, such as a folder that its machine lacks. Launchers end the other ranks,
-    but MPICH does not: they wait for this one where they initialize MPI, which has no deadline. So it does so, too.
+    All ranks may have the error, or a single rank, for example because its machine lacks a folder. Launchers then end
+    the other ranks, but MPICH does not: they wait in MPI's initialization, without a deadline, for this rank. So this
+    rank initializes MPI, too, and aborts it.
     """
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
@@ -56,17 +57,17 @@ def _ends_the_job() -> Iterator[None]:
 
 
 def _abort_of_mpi(launcher: Launcher) -> Any:
-    """The function that ends MPI's ranks with a status, once all have initialized MPI; without MPI it does nothing."""
+    """Initialize MPI with all ranks. Returns its function that ends them with a status; without MPI it does nothing."""
     with contextlib.suppress(ImportError, RuntimeError, QcclError):
         if uses_mpi(launcher, wanted_transport()):
             from mpi4py import MPI
 
-            if MPI.COMM_WORLD.size == launcher.size:  # otherwise nobody waits for this rank
+            if MPI.COMM_WORLD.size == launcher.size:  # otherwise no rank waits for this one
                 return MPI.COMM_WORLD.Abort
     return lambda status: None
 
 
 def let_rank_0_speak(launcher: Launcher | None) -> None:
-    """Wait before another rank than 0 reports an error of a run that all ranks have."""
+    """Wait, on another rank than 0, so that rank 0 reports an error of all ranks."""
     if launcher is not None and launcher.rank > 0:
         time.sleep(_PATIENCE_SECONDS)

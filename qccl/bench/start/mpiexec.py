@@ -1,4 +1,4 @@
-"""mpiexec: finding it, and the options and variables with which it starts the ranks of ``qccl-bench``."""
+"""mpiexec: where it is, and the options and variables with which it starts the ranks of ``qccl-bench``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from qccl.bench.lab.lab import INTERFACE, Lab
 
 __all__ = ["INSTALL", "Mpiexec", "StartError", "find_mpiexec"]
 
-#: advice where there is no MPI
-INSTALL = "install qccl[mpi], or mpi4py alone where the machine has its own MPI"
+#: advice if there is no MPI
+INSTALL = "install qccl[mpi], or mpi4py alone if the machine has its own MPI"
 
 
 class StartError(QcclError):
@@ -29,9 +29,9 @@ class Mpiexec:
     """The command that starts ranks.
 
     Attributes:
-        path: of mpiexec.
+        path: the path of mpiexec.
         name: "MPICH" (also for its derivatives) or "Open MPI".
-        version: for example "5.0.2".
+        version: the version, for example "5.0.2".
     """
 
     path: str
@@ -44,7 +44,7 @@ class Mpiexec:
         return "OMPI_COMM_WORLD_RANK" if self.name == "Open MPI" else "PMI_RANK"
 
     def options(self, lab: Lab | None) -> list[str]:
-        """Options for all runs: allow more ranks than cores, and keep traffic on the lab's links."""
+        """The options of mpiexec: allow more ranks than cores, and keep traffic on the lab's links."""
         if self.name != "Open MPI":
             return []
         if lab and lab.nodes < lab.ranks:
@@ -100,16 +100,16 @@ def _open_mpi(lab: Lab | None, yields: bool, ring: bool) -> dict[str, str]:
 
 
 def find_mpiexec() -> Mpiexec:
-    """The mpiexec in this Python's folder (where the wheels of MPICH and Open MPI have it), or the first in PATH.
+    """Find mpiexec in this Python's folder (where the wheels of MPICH and Open MPI have it), or else in PATH.
 
-    Raises StartError if there is none, or mpi4py is missing.
+    Raises StartError if it is not found, or mpi4py is missing.
     """
     if importlib.util.find_spec("mpi4py") is None:
         raise StartError(f"MPI starts the ranks, but mpi4py is not installed; {INSTALL}")
     beside = Path(sys.executable).parent / "mpiexec"
     path = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if path is None:
-        raise StartError(f"mpiexec starts the ranks, but there is none beside {sys.executable} or in PATH; {INSTALL}")
+        raise StartError(f"mpiexec starts the ranks, but it is neither beside {sys.executable} nor in PATH; {INSTALL}")
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,4 +1,4 @@
-"""Running processes, and ending them all, whatever happens."""
+"""Runs processes, and ends them all, whatever happens."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from qccl.base.deadline import Deadline
 __all__ = ["exit_status", "run_processes", "stoppable"]
 
 _MARK = "QCCL_BENCH_RUN"
-#: for processes to end by themselves, and after they were killed
+#: time for processes to end by themselves, and to disappear after they were killed
 _GRACE_SECONDS, _KILLED_SECONDS = 5.0, 10.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: found before any fork: in the child of a process with threads looking it up could wait for a lock forever
+#: looked up before any fork: in a child of a process with threads the look-up could wait for a lock forever
 _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 def run_processes(starts: Sequence[tuple[Sequence[str], Mapping[str, str]]], stdout: TextIO | None = None) -> int:
-    """Run commands with their variables; the exit status of the first process that failed.
+    """Run commands with their variables. Returns the exit status of the first process that failed.
 
-    They print on ``stdout``, or where this process does. When one fails, the others have a few seconds to end. However
-    this function ends, no process keeps running, nor any that they started.
+    They print on ``stdout``, or on this process's output. When one fails, the others have a few seconds to end. However
+    this function ends, no process continues to run, nor does any of their children.
     """
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     processes: list[subprocess.Popen[bytes]] = []
@@ -49,7 +49,7 @@ def _started(command: Sequence[str], variables: Mapping[str, str], stdout: TextI
     parent = os.getpid()
 
     def in_child() -> None:
-        """Die with the parent, also with one that died before this request."""
+        """Die with the parent, also if it died before this request."""
         for number in _SIGNALS:
             if callable(signal.getsignal(number)):  # Python's handler would swallow the signal until the exec
                 signal.signal(number, signal.SIG_DFL)
@@ -69,7 +69,7 @@ def _started(command: Sequence[str], variables: Mapping[str, str], stdout: TextI
 
 
 def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until all have ended, or a while after one has failed; its exit status, as a shell shows it."""
+    """Wait until all have ended, or a while after one has failed. Returns its exit status, in a shell's form."""
     poller, running = select.poll(), {os.pidfd_open(each.pid): rank for rank, each in enumerate(processes)}
     status, grace = 0, Deadline(_GRACE_SECONDS, counts=False)
     try:
@@ -102,14 +102,14 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], mark: str) -> None:
         try:
             process.wait(grace.remaining())
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # it leads a session, and so a group of what it started
+            os.killpg(process.pid, signal.SIGKILL)  # the process leads a session, and so the group of its children
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_KILLED_SECONDS)
     while (others := _marked(mark)) and not killed.is_over:
         for pid in others:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        killed.start()  # finding them may have taken longer than that
+        killed.start()  # counts from here: finding the processes may take long
         time.sleep(0.02)
 
 
@@ -125,7 +125,7 @@ def _marked(mark: str) -> list[int]:
 
 
 def exit_status(run: Callable[[], int]) -> int:
-    """Call ``run()``; returns its exit status, or 130 if a signal stops it."""
+    """Call ``run()``. Returns its exit status, or 130 if a signal stops it."""
     with stoppable():
         try:
             return run()

@@ -25,9 +25,9 @@ from qccl.meeting.launchers import detect, unset
 
 __all__ = ["run"]
 
-_LAUNCHER_HELP = "mpiexec starts the ranks; or they get torchrun's variables (torchrun itself is not used) [torchrun]."
+_LAUNCHER_HELP = "Start the ranks by mpiexec, or with torchrun's variables (torchrun itself is not used) [torchrun]."
 _JSON_HELP = "Write the time, the exit status and the bytes that each rank sent."
-#: for a rank's last lines, which a process that left its session may hold back
+#: time for a rank's last lines, which a process that left its session may hold back
 _JOIN_SECONDS = 5.0
 
 
@@ -63,23 +63,23 @@ def run(
 
 
 def _check(ranks: int, lab: str, command: Sequence[str]) -> None:
-    """Raise UsageError for what cannot run."""
+    """Raise UsageError for a run that is impossible."""
     found = detect()
     if found is not None and found.processes > 1:
         raise click.UsageError(
             f"run starts its own ranks, but {found.name} has started {found.size}; start it without a launcher, or if "
-            f"none has started it, with {unset(found)}"
+            f"there was none, with {unset(found)}"
         )
     if lab and ranks == 1:
         raise click.UsageError(f"{lab} with one rank: nothing would cross the link; give --ranks 2 or more")
     if lab and (reason := obstacle()):
         raise click.UsageError(f"{lab}: {reason}")
     if shutil.which(command[0]) is None:
-        raise click.UsageError(f"{command[0]!r} is no program in PATH, and no file that can be executed")
+        raise click.UsageError(f"{command[0]!r} is neither a program in PATH nor a file that can be executed")
 
 
 def _run(ranks: int, network: NetworkOptions, launcher: str, path: str | None, command: Sequence[str]) -> int:
-    """Run the program; returns the exit status. Reports the traffic, also of a run that is stopped."""
+    """Run the program, and report the traffic, also if the run is stopped. Returns the exit status."""
     way = Way(None, find_mpiexec() if launcher == "mpiexec" else None)
     lab = network.lab(ranks)
     with lab or contextlib.nullcontext():
@@ -97,7 +97,7 @@ def _run(ranks: int, network: NetworkOptions, launcher: str, path: str | None, c
 
 
 def _report(ranks: int, network: NetworkOptions, seconds: float, sent: Sequence[int]) -> Iterator[str]:
-    """The lines at the end: the bytes that passed each rank's link, with the headers of TCP and IP."""
+    """Yield the lines at the end: the bytes that passed each rank's link, with the headers of TCP and IP."""
     yield f"# qccl-bench run: {ranks} ranks, {seconds:.2f} s"
     if (link := network.rate) is None:
         return
@@ -109,7 +109,7 @@ def _report(ranks: int, network: NetworkOptions, seconds: float, sent: Sequence[
 
 
 def _run_ranks(way: Way, ranks: int, lab: Lab | None, command: Sequence[str]) -> int:
-    """Run the program's ranks, and print their lines; returns the exit status."""
+    """Run the program's ranks, and print their lines. Returns the exit status."""
     variables = environment(way, ranks, lab, 0, {"OMP_NUM_THREADS": str(share_of_processors(ranks))})
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qccl-bench-")))
@@ -117,7 +117,7 @@ def _run_ranks(way: Way, ranks: int, lab: Lab | None, command: Sequence[str]) ->
             for name in ("out", "err"):
                 stack.enter_context(_shown(folder / f"{rank}.{name}", rank, is_error=name == "err"))
         variable = "RANK" if way.mpi is None else way.mpi.rank_variable
-        # mpiexec would pass on a rank's output in pieces, so every rank opens pipes of its own
+        # every rank opens its own pipes, because mpiexec would pass on lines in pieces
         script = f'exec "$@" >"$0/${variable}.out" 2>"$0/${variable}.err"'
         inside = ["/bin/sh", "-c", script, str(folder), *command]
         return run_processes([(words, variables | own) for words, own in commands(way, ranks, inside, lab)])
@@ -125,9 +125,9 @@ def _run_ranks(way: Way, ranks: int, lab: Lab | None, command: Sequence[str]) ->
 
 @contextlib.contextmanager
 def _shown(path: Path, rank: int, *, is_error: bool) -> Iterator[None]:
-    """Make a named pipe, of which a thread shows the lines with the rank's number until all writers have ended."""
+    """Make a named pipe, and show its lines with the rank's number, by a thread, until all writers have ended."""
     os.mkfifo(path)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # otherwise it would wait for a writer
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK this would wait for a writer
     writer = os.open(path, os.O_WRONLY)
     os.set_blocking(reader, True)
 

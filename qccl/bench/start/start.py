@@ -1,4 +1,4 @@
-"""Starting the ranks of a measurement, by mpiexec or as plain processes."""
+"""Starts the ranks of a measurement, by mpiexec or as plain processes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["Way", "choose_way", "commands", "environment", "free_port", "obstacl
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How the ranks of a run are started.
+    """The way to start the ranks of a run.
 
     Attributes:
-        transport: carries the bytes: a value of QCCL_TRANSPORT, or "loopback"; None on GPUs.
-        mpi: the mpiexec that starts the ranks. Without one they are processes that meet over TCP, or, for "loopback",
+        transport: the transport: a value of QCCL_TRANSPORT, or "loopback"; None on GPUs.
+        mpi: the mpiexec that starts the ranks. None: the ranks are processes that meet over TCP, or, for "loopback",
             threads of one process.
     """
 
@@ -33,7 +33,7 @@ class Way:
 
 
 def choose_way(transport: str | None, plain: str | None = None, backend: str = "host") -> Way:
-    """How to start ranks that use ``transport`` (None: QCCL_TRANSPORT, or the first that this machine has).
+    """Choose how to start ranks that use ``transport`` (None: QCCL_TRANSPORT, or the first that this machine has).
 
     mpiexec starts them if MPI carries the bytes or is the baseline ``plain``. Raises QcclError with the reason if a
     transport cannot be used.
@@ -48,7 +48,7 @@ def choose_way(transport: str | None, plain: str | None = None, backend: str = "
 
 
 def obstacle(transport: str) -> str:
-    """Why this machine cannot start ranks that use ``transport``; nothing if it can."""
+    """Say why this machine cannot start ranks that use ``transport``; an empty text if it can."""
     if transport == "mpi":
         return choice.failure(find_mpiexec)
     return "" if transport == "loopback" else choice.obstacle(transport)
@@ -63,11 +63,11 @@ def run_ranks(
     smallest: int,
     stdout: TextIO | None = None,
 ) -> int:
-    """Run ``command`` as ``ranks`` ranks (inside ``lab``, if given); the exit status of the first that failed.
+    """Run ``command`` as ``ranks`` ranks, inside ``lab`` if given. Returns the exit status of the first that failed.
 
     ``stdout``: see run_processes(). ``smallest`` is the smallest call in bytes, for MPI's settings.
     """
-    # With more threads NumPy's libraries, which check the results, would spin on every core after each use.
+    # with more threads, NumPy's libraries, which check the results, would spin on every core after each use
     threads = {"OMP_NUM_THREADS": str(share_of_processors(ranks)), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     variables = environment(way, ranks, lab, smallest, threads)
     return run_processes([(words, variables | own) for words, own in commands(way, ranks, command, lab)], stdout)
@@ -76,7 +76,7 @@ def run_ranks(
 def commands(
     way: Way, ranks: int, command: Sequence[str], lab: Lab | None
 ) -> Iterator[tuple[Sequence[str], dict[str, str]]]:
-    """The processes to start: each one's command, and its own variables."""
+    """Yield the processes to start: each one's command, and its own variables."""
     if way.mpi is not None:
         inside = lab.enter(way.mpi.rank_variable) if lab else []
         yield [way.mpi.path, *way.mpi.options(lab), "-n", str(ranks), *inside, *command], {}
@@ -87,9 +87,9 @@ def commands(
 
 
 def environment(way: Way, ranks: int, lab: Lab | None, smallest: int, defaults: Mapping[str, str]) -> dict[str, str]:
-    """The variables of all ranks. What the user has set is left alone, except numbers of ranks, and the address.
+    """The variables of all ranks. The user's settings win, except for ranks' numbers and the address.
 
-    ``defaults`` are more variables, which the user may have set.
+    ``defaults`` are further variables, for which the user's settings win, too.
     """
     settings = {**defaults, **_network(way.transport, lab)}
     if way.mpi is not None:
@@ -107,7 +107,7 @@ def environment(way: Way, ranks: int, lab: Lab | None, smallest: int, defaults: 
 
 
 def share_of_processors(ranks: int) -> int:
-    """The processors for each rank; at least one."""
+    """The processors for each rank, at least one."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
@@ -120,7 +120,7 @@ def _network(transport: str | None, lab: Lab | None) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port of this machine that no process has at the moment."""
+    """Find a port of this machine that no process uses at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Arrays", "CudaArrays", "GuardedArray", "HostArrays", "arrays_of"]
 
-#: elements that are compared at a time
+#: elements of a comparison in one step
 _STRETCH = 1 << 17
 #: guard bytes on each side of an array: a whole page, which keeps the array's alignment
 _GUARD_NBYTES = 4096
@@ -32,7 +32,7 @@ class HostArrays:
     """NumPy arrays of one rank, and the timing of calls on them. Calls block; the host's clock times them.
 
     Attributes:
-        calls_per_run: calls that run() makes for each of its ``times``.
+        calls_per_run: calls that run() makes for each of its ``times`` calls.
     """
 
     calls_per_run = 1
@@ -41,7 +41,7 @@ class HostArrays:
         self._transport = comm.transport
 
     def empty(self, count: int, dtype: DType) -> Any:
-        """A NumPy array of ``count`` elements; bfloat16 is held in uint16."""
+        """Make a NumPy array of ``count`` elements; bfloat16 is held in uint16."""
         return data.empty(count, dtype)
 
     def put(self, array: Any, values: NDArray[Any]) -> None:
@@ -49,33 +49,33 @@ class HostArrays:
         array[:] = values
 
     def poison(self, array: Any) -> None:
-        """Set all bits of every element, which is NaN in all three types, so that unwritten elements are noticed."""
+        """Set all bits of every element, NaN in all three types, so that unwritten elements are noticed."""
         array.view(np.uint8).fill(0xFF)
 
     def get(self, array: Any) -> NDArray[Any]:
-        """The array itself: calls on the host have ended when they return."""
+        """Return the array itself: calls on the host have ended when they return."""
         return cast("NDArray[Any]", array)
 
     def run(self, call: Callable[[], object], times: int) -> float:
-        """Seconds that ``times`` calls take, back to back, by the host's clock."""
+        """Time ``times`` calls back to back by the host's clock, in seconds."""
         begin = time.perf_counter()
         for _ in range(times):
             call()
         return time.perf_counter() - begin
 
     def plain(self, library: str, x: Any, out: Any, count: int, dtype: str, op: str) -> Callable[[], object]:
-        """The all-reduce of ``library`` on the arrays' addresses (see plain_allreduce())."""
+        """Bind the all-reduce of ``library`` to the arrays' addresses (see plain_allreduce())."""
         source, target = x.ctypes.data, out.ctypes.data
         allreduce = plain_allreduce(self._transport, library)
         return lambda: allreduce(source, target, count, dtype, op)
 
     def device(self) -> tuple[str, int, str]:
-        """The instruction set of the loops; a GPU's number and PCI address, of which there are none: -1 and ""."""
+        """The instruction set of the loops, and -1 and "" in place of a GPU's number and PCI address."""
         return f"host {instruction_set()}", -1, ""
 
 
 class CudaArrays:
-    """CuPy arrays, as HostArrays. Calls go to a separate stream; CUDA events on it time them.
+    """CuPy arrays of one rank (see HostArrays). Calls go to a separate stream; CUDA events on it time them.
 
     With ``graph_launches`` (nccl-tests' -G), run() captures a call once and launches the graph that often per call.
     """
@@ -90,30 +90,30 @@ class CudaArrays:
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
 
     def empty(self, count: int, dtype: DType) -> Any:
-        """A CuPy array of ``count`` elements on this rank's GPU; bfloat16 is held in uint16."""
+        """Make a CuPy array of ``count`` elements on this rank's GPU; bfloat16 is held in uint16."""
         with on_device(self._transport.device), self._stream:
             return self._cupy.empty(count, data.empty(0, dtype).dtype)
 
     def put(self, array: Any, values: NDArray[Any]) -> None:
-        """Copy ``values`` to the GPU, and wait until they are there."""
+        """Copy ``values`` to the GPU, and wait until they have arrived."""
         with on_device(self._transport.device):
             array.set(values, stream=self._stream)
             self._stream.synchronize()
 
     def poison(self, array: Any) -> None:
-        """Set all bits of every element, which is NaN in all three types, and wait until that is done."""
+        """Set all bits of every element, NaN in all three types, and wait until that is done."""
         with on_device(self._transport.device), self._stream:
             array.view(np.uint8).fill(0xFF)
             self._stream.synchronize()
 
     def get(self, array: Any) -> NDArray[Any]:
-        """A copy on the host. Waits for all calls on the stream, and raises their first failure."""
+        """Copy to the host. Waits for all calls on the stream, and raises their first failure."""
         with on_device(self._transport.device), self._stream:
             self._comm.check(self._stream.ptr)
             return cast("NDArray[Any]", array.get())
 
     def run(self, call: Callable[[], object], times: int) -> float:
-        """Seconds between two CUDA events on the stream; with graph launches those of a captured call's replays."""
+        """Time calls, or with graph launches a captured call's replays, by CUDA events on the stream, in seconds."""
         if times == 0:
             return 0.0
         cuda = self._cupy.cuda
@@ -129,7 +129,7 @@ class CudaArrays:
             return float(cuda.get_elapsed_time(begin, end)) / 1e3 / self.calls_per_run
 
     def plain(self, library: str, x: Any, out: Any, count: int, dtype: str, op: str) -> Callable[[], object]:
-        """NCCL's all-reduce on the stream; there is no other ``library`` on GPUs."""
+        """Bind NCCL's all-reduce on the stream; there is no other ``library`` on GPUs."""
         source, target = x.data.ptr, out.data.ptr
         allreduce = plain_nccl_allreduce(self._transport, self._stream.ptr)
         return lambda: allreduce(source, target, count, dtype, op)
@@ -154,12 +154,12 @@ Arrays = HostArrays | CudaArrays
 
 
 def arrays_of(comm: Communicator, graph_launches: int = 0) -> Arrays:
-    """Arrays for the backend of ``comm``; ``graph_launches``: see CudaArrays."""
+    """Make arrays for the backend of ``comm``; ``graph_launches``: see CudaArrays."""
     return HostArrays(comm) if comm.backend == "host" else CudaArrays(comm, graph_launches)
 
 
 class GuardedArray:
-    """``array`` of ``count`` elements, between guard elements that no call may write."""
+    """An array of ``count`` elements between guard elements, which no call may write."""
 
     def __init__(self, arrays: Arrays, count: int, dtype: DType) -> None:
         self._arrays, self._dtype = arrays, dtype
@@ -186,7 +186,7 @@ class GuardedArray:
         return whole[self._inside], sum(int(np.count_nonzero(guard != untouched)) for guard in guards)
 
     def changed(self, rank: int, seed: int) -> int:
-        """The number of elements that differ from those of fill(), plus the overwritten guard elements."""
+        """The number of elements that differ from fill()'s, plus the overwritten guard elements."""
         x, changed = self.get()
         bits = f"u{x.itemsize}"
         for start in range(0, x.size, _STRETCH):

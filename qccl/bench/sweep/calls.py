@@ -61,7 +61,7 @@ _ARRAYS = 16
 
 @dataclass(frozen=True)
 class Case:
-    """One case: a collective (see kinds) of ``count`` elements of ``dtype``, with ``op``."""
+    """One case: a collective (see KINDS) of ``count`` elements of ``dtype``, with ``op``."""
 
     count: int
     dtype: DType
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements, uncompressed."""
+        """The bytes of all elements, uncompressed."""
         return self.count * self.dtype.itemsize
 
 
@@ -84,11 +84,11 @@ class Wiring:
 
     @staticmethod
     def one_link_each(size: int) -> Wiring:
-        """Every rank is a node with its own link."""
+        """Make every rank a node with its own link."""
         return Wiring(tuple(range(size)), tuple(range(size)))
 
     def crossing(self, schedule: Schedule) -> int:
-        """Bytes of a schedule that leave its rank's node."""
+        """The bytes of a schedule that leave its rank's node."""
         return schedule.moved_nbytes(self.nodes)[0]
 
     def by_link(self, sent: Sequence[int]) -> list[int]:
@@ -105,8 +105,8 @@ class QuantizedCall:
         plan: the plan of the call; the timed calls use it only with ``as_plan``.
         codec: the codec without error feedback and momentum.
         codecs: all codecs of the call; the last one's buckets matter most.
-        each: elements of each array of the call.
-        granule: the parts of a reduce-scatter or all-gather have random keys from a multiple of this on.
+        each: the elements of each array of the call.
+        granule: in a reduce-scatter or all-gather the random keys of each rank's part begin at a multiple of this.
         shards: number of parts of the vector that have their own buckets and owner.
     """
 
@@ -161,7 +161,7 @@ class QuantizedCall:
         return 1 if self._key is None else 4
 
     def forget(self) -> None:
-        """Collective: remove the state of all calls, those with other codecs included."""
+        """Collective: remove the state of all calls, also of calls with other codecs."""
         if self._key is not None:
             self._comm.reset()
 
@@ -183,10 +183,10 @@ class QuantizedCall:
         return self.plan_on(x, out).run
 
     def _method_on(self, x: Any, out: Any) -> Callable[[], object]:
-        """The call as programs make it: each time the communicator reads the arguments and looks up the plan."""
+        """Make the call like programs: each time the communicator reads the arguments and looks up the plan."""
         case, given = self.case, dict(self._given)
         if case.dtype.name == "bfloat16":
-            given["dtype"] = case.dtype  # NumPy's and CuPy's arrays of it hold uint16
+            given["dtype"] = case.dtype  # bfloat16 is held in arrays of uint16
         name = f"quantized_{case.kind}"
         method = getattr(self._comm, name if hasattr(self._comm, name) else case.kind)
         if case.kind == CoalescedSpec.name:
@@ -205,7 +205,7 @@ class QuantizedCall:
         return [whole[start:stop] for start, stop in pairwise(accumulate(self.plan.spec.each, initial=0))]
 
     def _parts(self, out: Any) -> list[Any]:
-        """The arrays that a peer exchange updates, as parts of one: this rank's, and a replica of each peer's."""
+        """The arrays that a peer exchange updates, as parts of one array: this rank's, and each peer's replica."""
         return [out[i * self.case.count : (i + 1) * self.case.count] for i in range(1 + len(self._peers))]
 
     def plan_on(self, x: Any, out: Any) -> Plan:
@@ -224,7 +224,7 @@ class QuantizedCall:
         return self.plan.bind(x, None if out is x else out)
 
     def expected(self, values: Sequence[NDArray[np.float32]], owner: int, start: int, number: int) -> NDArray[Any]:
-        """The bits of a stretch of call ``number``'s combined values, as in reference.py, in the shard of ``owner``."""
+        """Compute, by reference.py, a stretch of call ``number``'s result in the shard of ``owner``."""
         case, spec = self.case, self.plan.spec
         if isinstance(spec, HierarchicalSpec):
             given = (self.codec, spec.intra, case.dtype, case.op, self._between, self._nodes)
@@ -234,12 +234,12 @@ class QuantizedCall:
             return reference.scattered(*common, self._scattered, owner, start, number)
         encoded = self.shards > 1 and case.kind != "reduce_scatter" and owner != case.root
         if self.shards == 1:
-            owner = case.root  # of a reduce; all encode where there is none
+            owner = case.root  # the root of a reduce, or -1: every rank encodes
         return reference.reduced(*common, owner, start, number, encoded=encoded)
 
 
 def _as_passed(codec: Codec) -> str | Codec:
-    """The codec as programs pass it: its specification, if codecs.get() knows that."""
+    """The codec in the form that programs pass: its specification, if codecs.get() knows it."""
     text = codec.spec()
     with contextlib.suppress(CodecError):
         return text if codecs.get(text) == codec else codec
@@ -247,7 +247,7 @@ def _as_passed(codec: Codec) -> str | Codec:
 
 
 def parameters_of(case: Case, algorithm: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that the case's collective has, out of ``parameters`` and the case's own."""
+    """Select the parameters of the case's collective from ``parameters`` and the case's own."""
     kind = KINDS[case.kind]
     given = {name: parameters[name] for name in kind.parameters if name in parameters}
     if "root" in kind.parameters:
@@ -262,7 +262,7 @@ def parameters_of(case: Case, algorithm: str, parameters: Mapping[str, Any]) -> 
 def spec_of_case(
     case: Case, codec: Codec, chunk: int | None, parameters: Mapping[str, Any], rank: int, size: int
 ) -> CollectiveSpec:
-    """The collective's specification, from parameters_of(). Raises ArgumentError if the call is impossible."""
+    """Make the collective's spec from parameters_of(). Raises ArgumentError if the call is impossible."""
     common, given = (case.count, case.dtype, codec, chunk), dict(parameters)
     if case.kind == CoalescedSpec.name:
         return CoalescedSpec.from_arguments(*common, each=_equal_arrays(case.count, codec), **given)
@@ -273,14 +273,14 @@ def spec_of_case(
 
 
 def _equal_arrays(count: int, codec: Codec) -> tuple[int, ...]:
-    """The sizes of a coalesced call's arrays, as equal as whole buckets allow: the buckets are those of one array."""
+    """The sizes of a coalesced call's arrays: nearly equal, in whole buckets, like the buckets of one array."""
     granule = math.lcm(codec.granule, PLAIN_GRANULE)
     bounds = [min(-(-count // granule) * i // _ARRAYS * granule, count) for i in range(_ARRAYS + 1)]
     return tuple(stop - start for start, stop in pairwise(bounds))
 
 
 def cases(options: SweepOptions, size: int) -> Iterator[Case]:
-    """All cases, ordered by type, operation and size as in nccl-tests; sizes are rounded down to whole elements."""
+    """Yield all cases in nccl-tests' order: by type, operation and size; sizes are rounded down to whole elements."""
     kind = KINDS[options.collective]
     ops = options.ops if kind.combines else ("none",)
     for name, op, nbytes in itertools.product(options.dtypes, ops, options.sizes()):
@@ -319,7 +319,7 @@ class PlainCall:
     def __init__(
         self, comm: Communicator, case: Case, wiring: Wiring | None = None, library: str | None = None
     ) -> None:
-        """``library`` is "mpi", "gloo" or "nccl"; None means that of the transport."""
+        """``library`` is "mpi", "gloo" or "nccl"; None means the transport's library."""
         self.case = Case(case.count, case.dtype, "sum" if case.op == "avg" else case.op)
         self.name, self.algorithm, self.shards = library or comm.transport.name, "", comm.size
         self.each = (case.count,)
@@ -332,7 +332,7 @@ class PlainCall:
         """Do nothing: the calls have no state."""
 
     def contributions(self, values: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
-        """The inputs themselves."""
+        """Return the inputs themselves."""
         return list(values)
 
     def counts(self, comm: Communicator) -> tuple[int, int]:
@@ -360,6 +360,6 @@ class PlainCall:
             return most
         for v in values:
             most += np.abs(v)
-        unit, additions = 2.0 ** -(dtype.mantissa_bits + 1), len(values)  # one less, and one for second-order terms
+        unit, additions = 2.0 ** -(dtype.mantissa_bits + 1), len(values)  # n - 1, and 1 for second-order terms
         most *= unit * (1 + additions * unit)
         return additions * (most + unit * 2.0**dtype.min_exponent)

@@ -1,4 +1,4 @@
-"""Checks of a call: its result to the bit of reference.py; its input and the guard elements unchanged."""
+"""Checks of a call: its result has the bits of reference.py, and its input and the guard elements are unchanged."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "stretches_of"]
 
-#: elements that are checked at a time
+#: elements of a check in one step
 _STRETCH = 1 << 17
 
 
 def check(
     comm: Communicator, call: AnyCall, run: Callable[[], object], x: GuardedArray, out: GuardedArray, checks: int
 ) -> tuple[int | None, float | None]:
-    """Collective: the number of wrong elements and the relative L2 error of ``checks`` calls on different values.
+    """Collective: check ``checks`` calls on different values. Returns the wrong elements and the relative L2 error.
 
-    ``run`` makes the call from ``x`` to ``out``; in place they are the same object.
+    ``run`` makes the call from ``x`` to ``out``, which are the same object in place.
     """
     if checks == 0:
         return None, None
@@ -71,10 +71,10 @@ def _sums(rows: Iterable[tuple[float, ...]]) -> list[float]:
 def compare_shared(
     comm: Communicator, call: AnyCall, out: NDArray[Any], seed: int, number: int
 ) -> Iterator[tuple[float, float, float]]:
-    """Wrong elements, and the squares of error and exact result, of the stretches that this rank compares.
+    """Yield wrong elements, and the squares of error and exact result, of the stretches that this rank compares.
 
     The ranks share the work: each compares a part of its own result with the reference. That is enough if all results
-    have the same bits. If their digests differ, the rank that compares a part gathers all results of it.
+    have the same bits. If their digests differ, the rank gathers all ranks' results of its part.
     """
     case = call.case
     digests = comm.allgather(hashlib.blake2b(out.data, digest_size=16).digest())
@@ -96,9 +96,10 @@ def compare_shared(
 
 
 def stretches_of(call: AnyCall, longest: int = _STRETCH) -> Iterator[tuple[int, int, int, int]]:
-    """Shard, first element, end and index of each stretch of the vector, of ``longest`` elements or one bucket at most.
+    """Yield shard, first element, end and index of each stretch of the vector, of at most ``longest`` elements.
 
-    Stretches are whole buckets of all the call's codecs; if a codec has one bucket per shard, whole shards of an array.
+    Stretches are whole buckets of all the call's codecs, at least one; if a codec has one bucket per shard, they are
+    whole shards of an array.
     """
     found = partition(call.each, call.shards, call.codecs, ChunkPolicy.of_elements(longest))
     arrays = list(accumulate(call.each, initial=0))
@@ -108,9 +109,9 @@ def stretches_of(call: AnyCall, longest: int = _STRETCH) -> Iterator[tuple[int, 
 
 
 class _CheckedPart(NamedTuple):
-    """Elements ``start`` to ``stop`` of a result come from elements ``first`` and on of the inputs of ``ranks``.
+    """Elements ``start`` to ``stop`` of a result, made from the elements from ``first`` on of the inputs of ``ranks``.
 
-    ``owner`` has combined them; ``key`` is the number of the first one in random keys.
+    ``owner`` has combined them; ``key`` is the first element's number in random keys.
     """
 
     start: int
@@ -124,7 +125,7 @@ class _CheckedPart(NamedTuple):
 def compare_parts(
     comm: Communicator, call: QuantizedCall, result: NDArray[Any], seed: int, number: int
 ) -> Iterator[tuple[float, float, float]]:
-    """The same of this rank's own output, if ranks get different results."""
+    """Do compare_shared() for this rank's own output, if ranks get different results."""
     case, kind = call.case, KINDS[call.case.kind]
     for part in _parts(call, comm.rank, comm.size):
         found, before = result[part.start : part.stop], None
@@ -145,7 +146,7 @@ def compare_parts(
 
 
 def _parts(call: QuantizedCall, rank: int, size: int) -> Iterator[_CheckedPart]:
-    """The output of ``rank``, for collectives other than the all-reduces, split at bucket boundaries."""
+    """Split the output of ``rank`` at bucket boundaries, for collectives other than the all-reduces."""
     count, root, codec, every = call.case.count, call.case.root, call.codec, range(size)
     each = count // size
     keys = -(-each // call.granule) * call.granule

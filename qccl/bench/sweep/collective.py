@@ -39,10 +39,10 @@ _DEFAULT_RANKS = 2
 _AVERAGE_HELP = "Time of all ranks: 0 rank 0's, 1 mean, 2 minimum, 3 maximum [3]."
 _CODEC_HELP = "Codecs to compare, e.g. minmax8,minmax4:bucket=256,none; module:Class is a codec of yours [minmax8]."
 _TRANSPORT_HELP = (
-    "Carries the bytes; loopback: between threads of one process [under a launcher: as qccl.init() chooses; otherwise "
+    "The transport; loopback: between threads of one process [under a launcher: as qccl.init() chooses; otherwise "
     f"the first that works of {', '.join(TRANSPORTS)}]."
 )
-_PLAIN_HELP = "Compare with MPI's all-reduce, or with qccl's without compression [of the transport's library, if any]."
+_PLAIN_HELP = "Compare with MPI's all-reduce, or qccl's without compression [the transport's library, if it has one]."
 _LAYOUT_HELP = "Ranks that communicate between nodes: the first of each node, or each for a part [sharded]."
 _JSON_HELP = "Write nccl-tests' JSON, and more, after each size."
 
@@ -75,7 +75,7 @@ _COMMON: tuple[Callable[[Any], Any], ...] = (
     option("--trace", output_file, "FILE", "Write a timeline of one call (largest size, first codec) for Perfetto."),
     nccl_only,
 )
-#: options of some collectives, by the name of the parameter
+#: options of some collectives only, by the name of the parameter
 _OWN = {
     "root": option("-r --root", AT_LEAST_0, "RANK", "Root [0].", 0),
     "layout": option("--layout", click.Choice(LAYOUTS), None, _LAYOUT_HELP, "sharded"),
@@ -85,7 +85,7 @@ _OWN = {
 
 
 def command(name: str) -> click.Command:
-    """The command that times one of the collectives in kinds.KINDS."""
+    """Make the command that times one of the collectives in KINDS."""
     kind = KINDS[name]
     beside = " beside a plain one, without compression, in the same run" if kind.is_allreduce else ""
 
@@ -97,7 +97,7 @@ def command(name: str) -> click.Command:
 
     run.__doc__ = f"""Time the compressed {kind.title} of each codec{beside}.
 
-    Flags, columns and footers are those of nccl-tests. Under mpiexec, torchrun or srun it uses the launcher's ranks;
+    Flags, columns and footers follow nccl-tests. Under mpiexec, torchrun or srun it uses the launcher's ranks;
     otherwise it starts --ranks processes itself.
     """
     options = [*_COMMON, *(_OWN[parameter] for parameter in kind.parameters if parameter in _OWN)]
@@ -120,7 +120,7 @@ def command(name: str) -> click.Command:
 
 
 def _run(ranks: int | None, options: SweepOptions) -> int:
-    """Start the ranks, or run as one of a launcher's ranks; returns the exit status."""
+    """Start the ranks, or run as one of a launcher's ranks. Returns the exit status."""
     launcher = detect()
     wants_own = ranks or options.network.flag or options.transport == "loopback"
     if launcher is None or (launcher.processes == 1 and wants_own):
@@ -135,14 +135,14 @@ def _check(options: SweepOptions) -> None:
     if o.cudagraph and o.backend == "host":
         raise click.UsageError(f"-G {o.cudagraph}: there are no CUDA graphs on the host; give --backend cuda")
     if o.transport is not None and o.backend != "host":
-        raise click.UsageError(f"--transport {o.transport} is for ranks on the host; leave --backend {o.backend} out")
+        raise click.UsageError(f"--transport {o.transport} is for ranks on the host; leave out --backend {o.backend}")
     if o.plain == "mpi" and (o.transport == "loopback" or o.backend != "host"):
         raise click.UsageError("--plain mpi compares processes on the host, which mpiexec starts; use --plain none")
     lab = o.network.flag
     if lab and o.transport == "loopback":
-        raise click.UsageError(f"{lab}: threads use no network; leave --transport loopback out")
+        raise click.UsageError(f"{lab}: threads use no network; leave out --transport loopback")
     if lab and o.backend != "host":
-        raise click.UsageError(f"{lab} is for ranks on the host; leave --backend {o.backend} out")
+        raise click.UsageError(f"{lab} is for ranks on the host; leave out --backend {o.backend}")
     if not lab and (o.nodes is not None or o.link_per_rank):
         raise click.UsageError("--nodes and --link-per-rank are for the lab; give --link")
     if o.link_per_rank and o.nodes is None:
@@ -154,7 +154,7 @@ def _check(options: SweepOptions) -> None:
 
 
 def check_sizes(options: SweepOptions) -> None:
-    """Raise UsageError for sizes that have no end, or are none."""
+    """Raise UsageError for an endless or an empty range of sizes."""
     o = options
     if o.maxbytes < o.minbytes:
         raise click.UsageError(f"-e {o.maxbytes} is less than -b {o.minbytes}; give a larger -e or a smaller -b")
@@ -173,7 +173,7 @@ def _check_calls(options: SweepOptions, size: int) -> None:
 
 
 def _start(ranks: int, options: SweepOptions) -> int:
-    """Start the ranks, of which rank 0 shows the table; returns the exit status."""
+    """Start the ranks; rank 0 shows the table. Returns the exit status."""
     o, flag = options, options.network.flag
     if flag and ranks == 1:
         raise click.UsageError(f"{flag} with one rank: nothing would cross the link; give --ranks 2 or more")
@@ -191,7 +191,7 @@ def _start(ranks: int, options: SweepOptions) -> int:
 
 
 def _join(launcher: Launcher, ranks: int | None, options: SweepOptions) -> int:
-    """Run as one of the launcher's ranks; returns the exit status."""
+    """Run as one of the launcher's ranks. Returns the exit status."""
     from qccl.bench.sweep.worker import run_rank
 
     if flag := options.network.flag:

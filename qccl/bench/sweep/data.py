@@ -20,12 +20,12 @@ _PERIOD = 262_139
 
 
 def empty(count: int, dtype: DType) -> NDArray[Any]:
-    """Memory for ``count`` elements."""
+    """Make an array of ``count`` elements without values."""
     return np.empty(count, storage(dtype))
 
 
 def gaussian(rank: int, start: int, stop: int, dtype: DType, seed: int) -> NDArray[Any]:
-    """Elements ``start`` to ``stop`` of a rank's input: standard normal values rounded to ``dtype``."""
+    """Make elements ``start`` to ``stop`` of a rank's input: standard normal values rounded to ``dtype``."""
     pool = _pool(rank, dtype, seed)
     result = np.empty(stop - start, pool.dtype)
     for at in range(start - start % _PERIOD, stop, _PERIOD):

@@ -1,4 +1,4 @@
-"""Measuring calls in turns: their times, wrong elements, errors and bytes on the wire."""
+"""Measures calls in turns: their times, wrong elements, errors and bytes on the wire."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Counts", "Row", "Side", "measure"]
 
-#: doublings after which Gaussian data may overflow
+#: doublings of Gaussian data that are safe from overflow
 _HEADROOM = {"float32": 100, "bfloat16": 100, "float16": 10}
-#: rounds into which the timed calls are split; the compared calls take turns in each round
+#: rounds into which the timed calls are split; in each round the compared calls take turns
 _ROUNDS = 5
 
 
@@ -48,9 +48,9 @@ class Side:
 
     Attributes:
         rounds: seconds per call in each round; rows that are measured together take turns round by round.
-        wrong: on all ranks, elements with other bits than the codec gives, elements of the input that were changed, and
-            guard elements that were written; None where nothing was checked.
-        error: relative L2 error of the result; None where nothing was checked.
+        wrong: the number, on all ranks, of elements with other bits than the codec's, of changed elements of the input,
+            and of written guard elements; None without a check.
+        error: relative L2 error of the result; None without a check.
         crossed: bytes that the link's limiter counted, per byte sent; None outside the lab.
     """
 
@@ -61,7 +61,7 @@ class Side:
 
     @property
     def seconds(self) -> float:
-        """Per call: the median of the rounds."""
+        """Seconds per call: the median of the rounds."""
         return statistics.median(self.rounds)
 
     @property
@@ -77,9 +77,9 @@ class Row:
     """One line of the table.
 
     Attributes:
-        codec, algorithm: canonical names; the plain all-reduce's are the library's and "".
+        codec, algorithm: canonical names; the plain all-reduce has the library's name and "".
         wire_nbytes: bytes that the busiest link carries in a call (for the plain all-reduce: must carry).
-        in_place: None where the collective has no such mode.
+        in_place: None if the collective has no such mode.
     """
 
     case: Case
@@ -104,7 +104,7 @@ class _Timed:
         most: calls after which the values must be set again.
         seconds: the mean time of a call in each turn.
         crossed: bytes that passed this rank's link.
-        called: calls, including warm-up calls.
+        called: the number of calls so far, including warm-up calls.
     """
 
     run: Callable[[], object]
@@ -123,11 +123,10 @@ def measure(
     meter: Callable[[], int] | None,
     arrays: Arrays | None = None,
 ) -> list[Row]:
-    """Collective: measure calls of one collective and size, out of place and in place; a row for each.
+    """Collective: measure calls of one collective and size, out of place and in place. Returns a row for each call.
 
-    Within a mode the calls take turns, so that a disturbance of the machine affects all of them alike.
-    ``meter`` reads this rank's link counter, if there is a link. ``arrays`` defaults to those of the communicator's
-    backend.
+    Within a mode the calls take turns, so that a disturbance of the machine affects all of them equally. ``meter``
+    reads this rank's link counter, if there is a link. ``arrays``: None means arrays of the communicator's backend.
     """
     bench = _Bench(comm, counts, arrays_of(comm) if arrays is None else arrays, meter)
     given, taken = calls[0].counts(comm)
@@ -207,5 +206,5 @@ def _calls_until_overflow(case: Case, size: int, growth: int = 1) -> int:
 
 
 def _combined(times: Sequence[float], average: int) -> float:
-    """Combine the ranks' times as nccl-tests' -a does."""
+    """Combine the ranks' times like nccl-tests' -a."""
     return (times[0], sum(times) / len(times), min(times), max(times))[average]

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 __all__ = ["LIBRARIES", "baseline", "load_mpi", "plain_allreduce", "plain_nccl_allreduce"]
 
-#: of NCCL
+#: NCCL's numbers of the operations
 _NCCL_OPS = {"sum": 0, "max": 2, "min": 3}
 
 AllReduce = Callable[[int, int, int, str, str], object]
 
 
 def baseline(comm: Communicator, wanted: str | None = None) -> str:
-    """Collective: what all-reduces are compared with: "mpi", "gloo", "nccl", or "none".
+    """Collective: choose the library whose all-reduce is the baseline: "mpi", "gloo", "nccl", or "none".
 
-    It is the all-reduce of the library under the transport. UCX and loopback have none: then it is MPI's if the ranks
-    are MPI's, too, and otherwise qccl's own with the codec ``none``, which is the fastest there is without MPI.
-    ``wanted``, "mpi" or "none", takes precedence. Raises ArgumentError if that is "mpi" and the ranks are not MPI's.
+    It is the library under the transport. UCX and loopback have no all-reduce: then it is MPI if the ranks are also
+    MPI's, and otherwise "none", qccl's own all-reduce without compression, the fastest one without MPI. ``wanted``,
+    "mpi" or "none", takes precedence. Raises ArgumentError for "mpi" if the ranks are not MPI's.
     """
     own = str(comm.transport.name)
     if wanted == "none" or (own in (*LIBRARIES, "nccl") and wanted in (None, own)):
@@ -40,7 +40,7 @@ def baseline(comm: Communicator, wanted: str | None = None) -> str:
 
 
 def _no_mpi(comm: Communicator) -> str:
-    """Why the ranks of ``comm`` are not MPI's; nothing if they are."""
+    """Say why the ranks of ``comm`` are not MPI's; an empty text if they are."""
     launcher = detect()
     if comm.size == 1 or launcher is None or not launcher.is_of_mpi or launcher.name == "srun":
         return "mpiexec did not start the ranks"
@@ -53,7 +53,7 @@ def _no_mpi(comm: Communicator) -> str:
 
 
 def load_mpi() -> str:
-    """Load and initialize mpi4py's MPI; why that is impossible, or nothing."""
+    """Load and initialize mpi4py's MPI. Returns the reason if that is impossible, otherwise an empty text."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -62,7 +62,7 @@ def load_mpi() -> str:
 
 
 def plain_allreduce(transport: Any, library: str | None = None) -> AllReduce:
-    """A blocking all-reduce ``(source, target, count, dtype, op)`` among the ranks of a host transport.
+    """Make a blocking all-reduce ``(source, target, count, dtype, op)`` among the ranks of a host transport.
 
     Equal addresses mean in place. ``library`` is "mpi" or "gloo"; None: the transport's.
     """
@@ -70,7 +70,7 @@ def plain_allreduce(transport: Any, library: str | None = None) -> AllReduce:
 
 
 def plain_nccl_allreduce(transport: Any, stream: int) -> AllReduce:
-    """NCCL's all-reduce on ``stream``; as plain_allreduce(), but it does not block."""
+    """Make NCCL's all-reduce on ``stream``, like plain_allreduce(); it does not block."""
 
     def allreduce(source: int, target: int, count: int, dtype: str, op: str) -> None:
         transport.comm.allReduce(source, target, count, get(dtype).nccl, _chosen(_NCCL_OPS, op, "NCCL"), stream)
@@ -85,7 +85,7 @@ def _chosen(table: dict[str, Any], name: str, library: str) -> Any:
 
 
 def _mpi(transport: Any) -> AllReduce:
-    """MPI_Allreduce, which has no deadline; of MPI's world if the transport is another."""
+    """Make MPI_Allreduce, which has no deadline, on MPI's world if the transport is not MPI."""
     from mpi4py import MPI
 
     comm = transport.comm if transport.name == "mpi" else MPI.COMM_WORLD

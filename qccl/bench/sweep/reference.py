@@ -1,14 +1,14 @@
 """Reference results: the bits that every rank must hold, computed without chunks, slots, schedules or engines.
 
 The codec's kernels encode and decode each shard and round, one operation at a time, and NumPy adds. So a comparison
-finds bits that were flipped, and kernels that got the wrong element, rank, round or call number. A decoded value that
-is further from the encoded one than the codec's error bound becomes NaN here, which no result equals: so a comparison
-finds kernels that encode or decode wrongly, too.
+finds flipped bits, and kernels that got the wrong element, rank, round or call number. A decoded value that differs
+from the encoded value by more than the codec's error bound becomes NaN here, which no result equals: so a comparison
+also finds kernels that encode or decode wrongly.
 
 ``values`` are the ranks' finite inputs to one stretch of the vector, in rank order, as float32 (float16 and bfloat16
 convert exactly). A stretch begins and ends at bucket boundaries and lies in one shard; ``start`` is the number of its
-first element in random keys, and ``call`` that of the collective. Codecs compute in fp32 for every element type, so all
-is fp32 here, up to one rounding when a result is stored as ``dtype`` (see data.empty).
+first element in random keys, and ``call`` the number of the collective. Codecs compute in fp32 for every element type,
+so values are fp32 here, up to one rounding when a result is stored as ``dtype`` (see data.empty).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def exact(values: Values, op: str) -> NDArray[np.float64]:
 def reduced(
     values: Values, codec: Codec, dtype: DType, op: str, owner: int, start: int, call: int, *, encoded: bool
 ) -> NDArray[Any]:
-    """The ranks' encoded values, combined; ``owner`` does not encode its own (-1: each rank does).
+    """Combine the ranks' encoded values; ``owner`` does not encode its own values (-1: every rank does).
 
     ``encoded``: the owner encodes the result. A single rank only copies.
     """
@@ -74,7 +74,7 @@ def hierarchical(
     start: int,
     call: int,
 ) -> NDArray[Any]:
-    """The result of a hierarchical all-reduce; ``nodes`` lists each node's ranks, ``algorithm`` runs between nodes.
+    """Compute a hierarchical all-reduce; ``nodes`` lists each node's ranks, ``algorithm`` runs between nodes.
 
     The stretch lies in ``shard`` of ``shards``. A shard belongs to a part, and a part to one rank of each node.
     """
@@ -102,7 +102,7 @@ def scattered(
     start: int,
     call: int,
 ) -> NDArray[Any]:
-    """The part of ``rank`` of a reduce-scatter in two levels: in each node a rank of its place sums for it."""
+    """Compute the part of ``rank`` in a reduce-scatter in two levels: in each node one rank sums for ``rank``."""
     mine = next(i for i, node in enumerate(nodes) if rank in node)
     place = nodes[mine].index(rank)
     owners = [node[place % len(node)] for node in nodes]
@@ -121,9 +121,9 @@ def _of_nodes(
     start: int,
     call: int,
 ) -> NDArray[np.float32]:
-    """The nodes' sums, which ``owners`` store as ``dtype`` and encode, combined.
+    """Combine the nodes' sums, which ``owners`` store as ``dtype`` and encode.
 
-    Node ``place`` does not encode its own; on one node nothing is encoded.
+    Node ``place`` does not encode its own sum; on one node nothing is encoded.
     """
     scale, sums = _scale(op, len(values)), []
     for i, (ranks, owner) in enumerate(zip(nodes, owners, strict=True)):
@@ -147,15 +147,15 @@ def moved(
     moved: bool,
     added_to: NDArray[np.float32] | None = None,
 ) -> NDArray[Any]:
-    """The ``values`` of ``rank`` as another rank receives them, as ``dtype``; unchanged if not ``moved``."""
+    """Compute the ``values`` of ``rank`` that another rank receives, as ``dtype``; unchanged if not ``moved``."""
     found = _sent(codec, values, dtype, index, call, rank, round_) if moved else values
     return from_float32(found if added_to is None else added_to + found, dtype)
 
 
 def _coded(codec: Codec, x: NDArray[np.float32], index: int, call: int, round_: int, rank: int) -> NDArray[np.float32]:
-    """``x`` (from element ``index`` on) after ``rank`` encoded it in a round of a call, and a receiver decoded it.
+    """Encode ``x`` (from element ``index`` on) like ``rank`` in a round of a call, and decode it.
 
-    Elements outside of the codec's bound are NaN.
+    Elements outside of the codec's bound become NaN.
     """
     wire, decoded = np.empty(codec.encoded_nbytes(x.size, FLOAT32), np.uint8), np.empty_like(x)
     operations, place = Operations(codec, FLOAT32, call=call), (index, round_, rank)
@@ -168,7 +168,7 @@ def _coded(codec: Codec, x: NDArray[np.float32], index: int, call: int, round_: 
 def _sent(
     codec: Codec, x: NDArray[np.float32], dtype: DType, index: int, call: int, rank: int, round_: int = 0
 ) -> NDArray[np.float32]:
-    """``_coded``, for values that may not be exact in ``dtype``, to which the exact values of TopK are rounded."""
+    """Do _coded() for values that may not be exact in ``dtype``; TopK rounds its exact values to ``dtype``."""
     decoded = _coded(codec, _as_kept(codec, x, dtype), index, call, round_, rank)
     return (
         to_float32(from_float32(decoded, dtype), dtype)
@@ -178,12 +178,12 @@ def _sent(
 
 
 def _as_kept(codec: Codec, x: NDArray[np.float32], dtype: DType) -> NDArray[np.float32]:
-    """The values as ``codec`` sends them: NoCodec rounds to ``dtype``, and RandomK before its decoder scales them."""
+    """Round values to ``dtype`` if ``codec`` sends them so: NoCodec, and RandomK before its decoder scales them."""
     return to_float32(from_float32(x, dtype), dtype) if isinstance(codec, NoCodec | RandomK) else x
 
 
 def _as_summed(codec: Codec, total: NDArray[np.float32], dtype: DType) -> NDArray[np.float32]:
-    """The sum as the second round encodes it; with a codec for each round it was stored as ``dtype`` before."""
+    """The sum that the second round encodes; with a codec for each round it was first stored as ``dtype``."""
     first, second = codec.rounds
     return to_float32(from_float32(total, dtype), dtype) if first != second else _as_kept(second, total, dtype)
 
@@ -198,7 +198,7 @@ def _total(terms: Values, op: str, scale: np.float32 | None) -> NDArray[np.float
 
 
 def _combined(op: str, a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:
-    """``a (op) b``; of two equal values, such as +0 and -0, the result is the first, and NaN if one is."""
+    """Compute ``a (op) b``. For equal values, such as +0 and -0, the result is the first; NaN if either is NaN."""
     if op in ("min", "max"):
         return np.where((b < a if op == "min" else b > a) | np.isnan(b), b, a)
     return a + b

@@ -16,9 +16,9 @@ from qccl.bench.params import Link
 from qccl.bench.sweep import table
 from qccl.bench.sweep.measure import Row, Side
 
-__all__ = ["RankDevice", "Report"]
+__all__ = ["RankDevice", "Report", "row_fields", "side_fields"]
 
-#: only variables that affect speed are recorded; others may be private
+#: prefixes of the recorded variables, which affect speed; others may be private
 _PREFIXES = ("FI_", "MPICH_", "MPIR_", "NCCL_", "OMPI_MCA_", "OMP_", "PMIX_MCA_", "QCCL_", "UCX_")
 
 
@@ -35,7 +35,7 @@ class RankDevice:
 
     @classmethod
     def of_this_process(cls, rank: int, info: str, device: int = -1, bus: str = "") -> RankDevice:
-        """The device of the calling rank; ``info`` names it."""
+        """Make the device of the calling rank, with the name ``info``."""
         return cls(rank, os.getpid(), machine_name(), info, device, bus)
 
 
@@ -44,8 +44,8 @@ class Report:
 
     Attributes:
         devices: the device of each rank.
-        transport: name and version of the library that carries the bytes.
-        plain: the same of the library whose all-reduce is the baseline; "none": qccl's without compression.
+        transport: name and version of the transport's library.
+        plain: name and version of the baseline's library; "none": qccl without compression.
         complete: whether the run has finished.
         errors: the errors that ended the run early.
     """
@@ -127,14 +127,8 @@ class Report:
 
     def _result(self, row: Row, plain: Row | None) -> dict[str, Any]:
         result: dict[str, Any] = {
-            "size": row.case.nbytes,
-            "count": row.case.count,
-            "type": NCCL_NAMES[row.case.dtype.name],
-            "redop": row.case.op,
+            **row_fields(row),
             "root": str(row.case.root),
-            "codec": row.codec,
-            "algorithm": row.algorithm,
-            "wire_bytes": row.wire_nbytes,
             "out_of_place": self._side(row, row.out_of_place, None if plain is None else plain.out_of_place),
             "in_place": self._side(row, row.in_place, None if plain is None else plain.in_place),
             "actual_iterations": self._options.iters,
@@ -147,10 +141,8 @@ class Report:
         if side is None:
             return None
         result: dict[str, Any] = {
-            "time": side.seconds * 1e6,
+            **side_fields(row, side, len(self.devices)),
             "time_rounds": [seconds * 1e6 for seconds in side.rounds],
-            "alg_bw": table.algbw(row, side),
-            "bus_bw": table.busbw(row, side, len(self.devices)),
             "nwrong": side.wrong,
             "relative_l2_error": side.error,
         }
@@ -161,6 +153,19 @@ class Report:
         if self._link is not None:
             result |= {"crossed": side.crossed, "line_share": table.line_share(row, side, self._link)}
         return result
+
+
+def row_fields(row: Row) -> dict[str, Any]:
+    """The call of a row, for a file."""
+    case = row.case
+    names = {"type": NCCL_NAMES[case.dtype.name], "redop": case.op, "codec": row.codec, "algorithm": row.algorithm}
+    return {"size": case.nbytes, "count": case.count, **names, "wire_bytes": row.wire_nbytes}
+
+
+def side_fields(row: Row, side: Side, ranks: int) -> dict[str, float]:
+    """The time of a call in microseconds, and its rates in GB/s, for a file."""
+    rates = {"alg_bw": table.algbw(row, side), "bus_bw": table.busbw(row, side, ranks)}
+    return {"time": side.seconds * 1e6, **rates}
 
 
 def _now() -> str:

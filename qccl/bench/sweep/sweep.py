@@ -45,7 +45,7 @@ _TIMED = {
 class Sweep:
     """One run: ``run()`` measures all cases on all ranks, and returns whether all results were right.
 
-    On rank 0 ``emit`` gets the lines of the table.
+    On rank 0 the lines of the table go to ``emit``.
     """
 
     def __init__(self, comm: Communicator, options: SweepOptions, emit: Callable[[str], None]) -> None:
@@ -67,7 +67,7 @@ class Sweep:
         self._report = Report(options, _devices(comm, self._arrays), over, plain, self._link)
 
     def run(self) -> bool:
-        """Collective: measure all rows, write all files; True if all was right and no traffic bypassed the link."""
+        """Collective: measure all rows, write all files. Returns whether all was right and no bytes bypassed links."""
         try:
             return self._run()
         except QcclError as error:
@@ -114,7 +114,7 @@ class Sweep:
         return QuantizedCall(*given, as_plan=o.timed != "method")
 
     def _plain_call(self, case: Case) -> QuantizedCall | PlainCall | None:
-        """The baseline, unless a codec is it; None, too, if the library cannot reduce this type."""
+        """Make the baseline; None if it is one of the codecs, or the library cannot reduce this type."""
         if not self._has_plain_call:
             return None
         if self._plain == "none":
@@ -123,7 +123,7 @@ class Sweep:
         return call if call.is_supported(self._arrays) else None
 
     def _meter(self) -> int:
-        """The bytes that passed this rank's link; 0 on all but the first rank behind the link."""
+        """The bytes that passed this rank's link; only the first rank behind a link counts them, others return 0."""
         first = self._wiring.links.index(self._wiring.links[self._comm.rank])
         if first != self._comm.rank:
             return 0
@@ -163,7 +163,7 @@ class Sweep:
             self._emit(f"# Wrote {o.trace}")
 
     def _save(self) -> None:
-        """Write all results so far, so that an error or Ctrl-C does not lose them."""
+        """Write all results so far, so that an error or Ctrl-C loses none."""
         if self._options.json is None or self._comm.rank != 0:
             return
         write_json(self._options.json, self._report.document())
@@ -193,7 +193,7 @@ def _devices(comm: Communicator, arrays: Arrays) -> list[RankDevice]:
 
 
 def _library(name: str) -> str:
-    """A transport's or a baseline's library with its version, and its algorithm of the all-reduce if one is set."""
+    """Name a transport's or a baseline's library with its version, and its all-reduce's algorithm if one is set."""
     match name:
         case "nccl":
             return f"nccl {nccl_version()}"

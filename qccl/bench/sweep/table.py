@@ -18,7 +18,7 @@ _CROSSED = 0.999
 
 
 def algbw(r: Row, side: Side) -> float:
-    """GB/s of uncompressed values: size divided by time, as nccl-tests define it."""
+    """GB/s of uncompressed values: size divided by time (nccl-tests' definition)."""
     return r.case.nbytes / side.seconds / 1e9 if side.seconds else 0.0
 
 
@@ -84,11 +84,11 @@ class Totals:
     """The figures of the footers.
 
     Attributes:
-        wrong: elements out of bounds in all rows; None where nothing was checked.
+        wrong: elements out of bounds in all rows; None without a check.
         bandwidth: mean busbw in GB/s of all rows of codecs, both modes.
-        by_codec: the same for each codec.
-        speedups: minimum and maximum speed-up over the plain all-reduce, by codec; of a row's modes the slower counts.
-        spread: the maximum of all rows, including those of the plain all-reduce; None with one round.
+        by_codec: the mean busbw for each codec.
+        speedups: minimum and maximum speed-up over the plain all-reduce, by codec; the slower mode of a row counts.
+        spread: the maximum over all rows, including the plain all-reduce; None with one round.
         crossed: minimum share of the sent bytes that the link's limiter counted; None outside the lab.
     """
 
@@ -168,7 +168,7 @@ def _side(r: Row, side: Side | None, ranks: int) -> str:
 
 
 def _digits(value: float, width: int) -> str:
-    """A number with as many decimals as fit into ``width``, at most 2 (3 below 1)."""
+    """Format a number with as many decimals as fit into ``width``, at most 2 (3 below 1)."""
     for decimals in (3, 2, 1) if value < 1 else (2, 1):
         text = f"{value:>{width}.{decimals}f}"
         if len(text) <= width:

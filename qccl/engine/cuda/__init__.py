@@ -22,5 +22,5 @@ class CudaBackend:
         from qccl.engine.cuda.engine import CudaEngine
         from qccl.engine.cuda.memory import CudaMemory
 
-        self.engine: Engine = CudaEngine(transport)
+        self.engine: Engine = CudaEngine(transport, self.timeout)
         self.memory: Memory = CudaMemory(transport.device)

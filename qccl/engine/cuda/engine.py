@@ -70,11 +70,11 @@ _failed: list[CudaEngine] = []
 class CudaEngine:
     """Runs schedules on one GPU of a transport (interface: engine.base.Engine). One thread at a time may use it."""
 
-    def __init__(self, transport: DeviceTransport) -> None:
+    def __init__(self, transport: DeviceTransport, timeout: float) -> None:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.end, self.numbers = End(self.rank), Numbers()
-        self.timeout = 60.0
+        self.timeout = timeout
         self.chunking = GPU[transport.link]
         self.tallies = Tallies(are_timed=False)  # events with times would cost the device time
         self.device = Device(transport.device, transport.stream)

@@ -48,8 +48,8 @@ MEMORY_WORDS = 32
 #: null, u64 number, u32 replay, address of the flags (flags.py), u32 number of the run
 BEGIN_KERNEL = "qccl_begin"
 CALL_NBYTES = 16
-#: the last kernel of every run, one block, which poisons the results after a failure; arguments: Memory, address
-#: of the sizes of results in bytes, u32 replay, address of the flags, u32 number of the run, u32 number of sizes
+#: the last kernel of every run, one block, which poisons the results after a failure; arguments: Memory, address of the
+#: sizes of results in bytes, u32 replay, address of the flags, u32 number of the run, u32 number of sizes
 END_KERNEL = "qccl_end"
 
 #: NVRTC's option for the kernels of programs with more buffers than DIRECT_BUFFERS

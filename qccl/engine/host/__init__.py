@@ -22,5 +22,5 @@ class HostBackend:
         from qccl.engine.host.engine import HostEngine
         from qccl.engine.host.memory import HostMemory
 
-        self.engine: Engine = HostEngine(transport)
+        self.engine: Engine = HostEngine(transport, self.timeout)
         self.memory: Memory = HostMemory()

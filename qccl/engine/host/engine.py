@@ -71,13 +71,13 @@ class HostEngine:
         threads: number of threads that may share an operation.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, timeout: float) -> None:
         self._transport = transport
         self.rank = transport.rank
         self.threads = _threads(transport.local_size)
         self.chunking = _chunking(transport)
         self.end, self.numbers = End(transport.rank), Numbers()
-        self.timeout = 60.0
+        self.timeout = timeout
         self.tallies = Tallies(are_timed=True)
         self.detached = 0
         self._lock = threading.RLock()  # held by the thread that drives; guards the attributes below
@@ -428,7 +428,7 @@ class HostEngine:
         self._active[execution.sequence] = execution
         waits = waits and not self._left  # _check_present() below looks for the headers of ranks that have left
         outcome = self._loop.start(
-            program.run,
+            program.native,
             headers,
             execution.sequence,
             execution.call,

@@ -100,8 +100,8 @@ class HostExecution(WithCallbacks):
             return "it is queued behind calls that have not ended"
         if missing := self.missing_ranks():
             return f"{ranks_text(missing)} did not make this call"
-        run = self.program.run
-        waits = [(run.waits_for(True), "send to"), (run.waits_for(False), "receive from")]
+        native = self.program.native
+        waits = [(native.waits_for(True), "send to"), (native.waits_for(False), "receive from")]
         if parts := [f"{verb} {ranks_text(ranks)}" for ranks, verb in waits if ranks]:
             return f"waiting to {' and to '.join(parts)}"
         return "every rank has made this call, and this rank has not ended its own part"
@@ -115,14 +115,14 @@ class HostExecution(WithCallbacks):
 
     def missing_ranks(self) -> list[int]:
         """The ranks whose header has not arrived."""
-        return self.program.run.missing_ranks()
+        return self.program.native.missing_ranks()
 
     def header_mismatch(self, peer: int, message: bytes) -> MismatchError:
         """The error for a header from ``peer`` that differs from this rank's."""
         rank, mine = self.program.rank, self.header.pack(peer)
         if not message.startswith(mine):
             return mismatch_error(mine, message, rank, peer)
-        expected = self.program.run.data_nbytes(peer) or "none"
+        expected = self.program.native.data_nbytes(peer) or "none"
         return MismatchError(
             f"rank {peer} sent {data_nbytes_of(message)} bytes with the header of a call, but rank {rank} expected "
             f"{expected}"
@@ -130,6 +130,6 @@ class HostExecution(WithCallbacks):
 
     def add_trace(self, trace: list[TraceEvent]) -> None:
         """Append the events of the ended run."""
-        for i, start, stop in self.program.run.trace():
+        for i, start, stop in self.program.native.trace():
             queue, name, args = self.program.labels[i]
             trace.append(TraceEvent(self.program.rank, queue, name, start, stop, {**args, "call": self.sequence}))

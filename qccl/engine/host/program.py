@@ -53,6 +53,7 @@ class HostProgram:
         header_text: the text in the native run's headers; a next run with the same text sends these headers again.
         addresses: the addresses of the caller's buffers in the last run.
         labels: the label of each task in a trace; empty before label().
+        native: the program in native code, which keeps one run's headers, progress and trace.
     """
 
     def __init__(
@@ -93,9 +94,9 @@ class HostProgram:
             else:
                 self._add_transfer(task, task.transfer, needed, schedule)
         self.steps.link()
-        self.run = _host.Run(self.steps, self.memory)
+        self.native = _host.Run(self.steps, self.memory)
         if counted is not None:
-            self.run.count_in(*counted, *traffic(schedule))
+            self.native.count_in(*counted, *traffic(schedule))
 
     def bind(self, addresses: Mapping[str, int]) -> None:
         """Set the caller's addresses, when no run is under way."""
