@@ -1,4 +1,4 @@
-"""What ``codec="auto"`` costs beside the best fixed choice: ``python bench/auto.py`` (takes 20 minutes; needs root).
+"""The cost of ``codec="auto"`` beside the best fixed choice: ``python bench/auto.py`` (takes 20 minutes; needs root).
 
 All-reduces on 2 and 4 ranks over UCX in the lab, for sizes of 1 KiB to 64 MiB: with each fixed codec and algorithm, and
 with "auto" and "auto:minmax4", in turns in one run. The first call makes the group's profile. Two of the links were not
@@ -29,7 +29,7 @@ _ROOT = Path(__file__).parent.parent
 _SCRIPT = str(Path(__file__).parent / "auto_rank.py")
 #: links with their delays: those of the development, and others
 DEVELOPED, NEW = ("100mbit", "1gbit", "100mbit 25ms"), ("300mbit", "700mbit 2ms")
-#: what "auto" may choose from, by its text
+#: the codecs among which each text with "auto" may choose
 AUTOS = {"auto": ("none", "minmax8"), "auto:minmax4": ("none", "minmax4")}
 _CODECS = ("none", "minmax8", "minmax4")
 COLUMNS = (
@@ -44,7 +44,7 @@ COLUMNS = (
     "its choice",
     "beside plain",
 )
-#: "auto" is as good as the best fixed choice if it takes no longer than by so much
+#: "auto" counts as good as the best fixed choice if its time is longer by at most this part
 CLOSE = 0.05
 
 

@@ -13,13 +13,13 @@ from runs import report
 import qccl
 
 _ALGORITHMS = ("one_shot", "two_round")
-#: seconds in which the calls of one size are repeated, in turns, and how often
+#: the calls of one size are repeated, in turns: seconds in all, and the fewest and the most rounds
 _SECONDS, _FEWEST, _MOST = 1.2, 3, 101
-#: calls that follow each other, if they are short: in so many seconds
+#: short calls are timed in bursts: the calls of a burst, and the most seconds of a call that counts as short
 _BURST, _SHORT = 5, 0.1
-#: seconds of a call beyond which it is not timed any more, nor with larger sizes
+#: seconds of a call beyond which neither it nor larger sizes are timed
 _TOO_LONG = 2.0
-#: from this size on the ways that take so many times as long as the fastest are not timed any more
+#: bytes from which on a way is timed no more if it takes more than this many times as long as the fastest
 _LARGE, _HOPELESS = 1 << 22, 2.5
 
 
@@ -35,7 +35,7 @@ def main(task: dict[str, Any]) -> None:
         for size in task["sizes"]:
             rows.append({"size": size, "profiled": profiled} | _timed(comm, size // 4, ways))
             seconds = {each: rows[-1]["seconds"][" ".join(each)] for each in ways}
-            # what takes too long with this size takes longer with the next, four times as large
+            # a way that takes too long with this size takes longer with the next, which is four times as large
             slowest = _TOO_LONG / 4 if size < _LARGE else min(_TOO_LONG / 4, _HOPELESS * min(seconds.values()))
             ways = [each for each in ways if seconds[each] < slowest]
             if any((codec, "auto") not in ways for codec in task["autos"]):

@@ -32,14 +32,14 @@ _QCCL = str(_TREE / "qccl")
 
 
 class Counts(NamedTuple):
-    """What a call runs: a number of qccl's Python functions, and functions of CuPy and cuda-python by name."""
+    """Functions that a call runs: the number of qccl's Python functions, and CuPy's and cuda-python's by name."""
 
     python: int
     cuda: Counter[str]
 
 
 def counts(call: Callable[[], object]) -> Counts:
-    """What ``call()`` runs on this thread."""
+    """Count the functions that ``call()`` runs on this thread."""
     python, cuda = 0, Counter[str]()
 
     def profile(frame: FrameType, event: str, argument: object) -> None:

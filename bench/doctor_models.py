@@ -46,7 +46,7 @@ def conv_net() -> Training:
     return model, loss, optimizer
 
 
-#: of byte_model the layers are few and large, and its embedding is complete last; of word_gpt they are many and small,
+#: byte_model has few and large layers, and its embedding is complete last; word_gpt has many and small layers,
 #: and the embedding is the output layer, too
 MODELS: dict[str, Callable[[], Training]] = {
     **{name: partial(_example, name) for name in ("byte_model", "word_gpt")},

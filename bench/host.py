@@ -264,7 +264,7 @@ def _in_python() -> int:
 
 
 def _busy(seconds: float, work: Callable[[], object]) -> Callable[[], object]:
-    """As much of ``work`` as takes ``seconds`` of the processor."""
+    """Make a function that does ``work`` for ``seconds`` of the processor."""
     begin, n = time.process_time(), 0
     while time.process_time() - begin < 0.2:
         work()

@@ -1,4 +1,4 @@
-"""What compressed averages between HSDP's replicas gain: ``python bench/hsdp.py`` (about 5 minutes; needs root).
+"""The gain of compressed averages between HSDP's replicas: ``python bench/hsdp.py`` (about 5 minutes; needs root).
 
 Two replicas of two shards train a model of docs/examples with FSDP2. Each replica is a node of the lab behind a slow
 link; inside a node nothing is limited. PyTorch's own HSDP averages the gradients of the replicas by gloo in fp32;

@@ -16,7 +16,7 @@ from typing import Any
 import click
 from runs import allreduce, document_table, machine, print_table, rewrite_table
 
-#: what matters most comes first: a phone shows the first columns
+#: the most important columns come first, because a phone shows only the first ones
 HEAD = (
     *("link", "ranks", "codec", "over", "speed-up (out of place, in place)", "ms (out of place, in place)"),
     *("MPI ms (out of place, in place)", "floor ms", "floor / time", "spread"),

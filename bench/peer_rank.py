@@ -28,7 +28,7 @@ _SUMS = 20
 _WARM_UP = 1
 #: calls before the one in which a rank ends, and of those after it
 _BEFORE_END, _AFTER_END = 3, 3
-#: a result is wrong if its error is more than so many times that of the calls before, plus what rounding may change
+#: a result is wrong if its error is more than this many times the earlier calls' error, plus an allowance for rounding
 _WORSE, _LEAST_ERROR = 2.0, 1e-5
 
 

@@ -26,7 +26,7 @@ _FROM_NBYTES, _BELOW = 64 << 10, "10gbit"
 _SAME = 1.05
 #: errors below this are rounding of float32
 _ROUNDING = 1e-6
-#: of the other systems in the figure; with ten colours in turn each looks different
+#: the other systems' markers in the figure; ten colours in turn make each system look different
 _MARKERS = "sv^DPX*<>hdp8"
 #: the colour of qccl in the figure
 _OWN = "#D55E00"
@@ -80,7 +80,7 @@ def _times(document: Document, network: str, ranks: int) -> Iterator[str]:
 
 
 def _qualities(document: Document) -> Iterator[str]:
-    """Of the largest size behind the first network, with most ranks."""
+    """Make the table of bytes and errors for the largest size behind the first network, with most ranks."""
     count = max(row["count"] for row in document["rows"])
     ranks = max(row["ranks"] for row in document["rows"])
     network = document["rows"][0]["network"]
@@ -132,7 +132,7 @@ def comparisons(document: Document) -> Iterator[tuple[Row, Row]]:
 
 
 def verdict(document: Document) -> str:
-    """How often qccl is the fastest at about the same error or a smaller one, and where it is not."""
+    """Say how often qccl is the fastest at about the same error or a smaller one, and list the other cases."""
     slow = [(row, own) for row, own in comparisons(document) if _is_slow(row)]
     alone = sum(_is_slow(row) and not row["system"].startswith("qccl") for row in document["rows"]) - len(slow)
     lost = [(row, own) for row, own in slow if own["seconds"] > row["seconds"]]

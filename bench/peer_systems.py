@@ -26,11 +26,11 @@ Values = Any
 _ROW = 512
 #: columns of the matrix as which PyTorch's hooks get the values; PowerSGD needs one
 _COLUMNS = 1024
-#: of PowerSGD's factors, and of qccl's
+#: the rank of PowerSGD's factors, and of qccl's
 _LOW_RANK = 4
-#: steps for which PowerSGD sends everything
+#: first steps in which PowerSGD sends everything
 _EXACT_STEPS = 2
-#: one in a second, of PCCL's ranks to reach its master
+#: attempts of PCCL's ranks to reach its master, one in a second
 _ATTEMPTS = 60
 #: seconds for which hivemind looks for a group before each call, outside the timing
 _LOOKING = 2.0
@@ -152,7 +152,7 @@ def _ddp_hook(register: Callable[[Any, Any], None], rank: int, ranks: int, folde
 
 
 def _fbgemm(rank: int, ranks: int, folder: Path) -> AllReduce:
-    """What users assemble of FBGEMM's 8-bit rows and gloo: exchange the shards, add, and gather the sums."""
+    """Make the all-reduce that users assemble from FBGEMM's 8-bit rows and gloo: exchange shards, add, gather sums."""
     torch, dist = _torch_group()
     import fbgemm_gpu  # noqa: F401 - it registers the operators
 
@@ -205,7 +205,7 @@ def _pccl(algorithm: str, rank: int, ranks: int, folder: Path) -> AllReduce:
 def _own_address() -> str:
     """The address of this rank on the network on which it reaches rank 0."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], 1))  # of UDP: nothing is sent
+        probe.connect((os.environ["MASTER_ADDR"], 1))  # a UDP socket: nothing is sent
         return str(probe.getsockname()[0])
 
 

@@ -58,7 +58,7 @@ REQUIREMENTS = {
     "PCCL min-max uint8": _PCCL,
     "PCCL zero-point uint8": _PCCL,
 }
-#: what some requirements need: a newer Python, and not to be built for GPUs
+#: conditions of some requirements: a newer Python, and a build without GPUs
 _PYTHON, _BUILDING = {_PCCL: "python3.12"}, {"PCCL_BUILD_CUDA_SUPPORT": "OFF"}
 CODECS = ("none", "cast", "cast:dtype=bfloat16", "trellis8", "minmax8", "minmax4")
 _SYSTEMS = (*REQUIREMENTS, *(f"qccl {codec}" for codec in CODECS), "qccl low rank 4")
@@ -216,7 +216,7 @@ def _read(folder: str, rank: int) -> Any:
 
 
 def _row(ranks: tuple[dict[str, Any], ...], calls: int) -> dict[str, Any]:
-    """What all ranks found, as one row: the slowest one's time, the busiest one's bytes, the greatest error."""
+    """Combine all ranks' results to one row: the slowest rank's time, the busiest rank's bytes, the greatest error."""
     times = [max(block) for block in zip(*(each["seconds"] for each in ranks), strict=True)]
     return {
         "count": ranks[0]["count"],
@@ -231,7 +231,7 @@ def _row(ranks: tuple[dict[str, Any], ...], calls: int) -> dict[str, Any]:
 
 
 def _with_a_killed_rank(system: str) -> dict[str, Any]:
-    """What two ranks do when a third one is killed in a call; "waits" if they wait for longer than we did."""
+    """Find out what two ranks do when a third one is killed in a call: "waits" if they outlast this program's wait."""
     ranks, is_mpi, python = 3, "MPI" in system, _python(system)
     with tempfile.TemporaryDirectory() as folder:
         task = {"system": "mpi" if is_mpi else system, "folder": folder, "count": _KILLED_COUNT, "ends": True}

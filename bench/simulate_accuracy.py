@@ -33,7 +33,7 @@ from qccl.bench.sweep.calls import Case
 #: links with their delays
 NETWORKS = "100mbit,1gbit,100mbit 25ms,1gbit 5ms"
 CODECS = "minmax8,minmax4,none"
-#: of which the constants are fitted
+#: the number of ranks whose calls the constants are fitted to
 FITTED_RANKS = 2
 #: sizes of calls, and how often each is timed. With a delay ranks begin a round at different times, so it has several
 _CALLS = ("-b", "2K", "-e", "1M", "-f", "8", "-n", "40", "-w", "2", "-c", "0")

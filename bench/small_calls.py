@@ -1,4 +1,4 @@
-"""What a call of a few elements costs, by its kind: ``python bench/small_calls.py``.
+"""The cost of a call of a few elements, by its kind: ``python bench/small_calls.py``.
 
 Two ranks on this machine make each call again and again. The fastest and the median round of each kind are printed,
 and by how much the median exceeds that of all-reduce. Over MPI mpi4py's ``Allreduce`` of the same ranks stands beside

@@ -78,7 +78,7 @@ class Collectives:
     nodes: tuple[int, ...]
     _halves: tuple[int, ...]
     _session: Session
-    _memory: Memory
+    memory: Memory
     _chooser: Chooser
 
     @_ALLREDUCE.accepts(CallOptions)
@@ -313,7 +313,7 @@ class Collectives:
         ``own`` are the arguments that ``method.own`` names; ``options`` is the dict of ``**options``. An array may also
         be an address.
         """
-        session, memory = self._session, self._memory
+        session, memory = self._session, self.memory
         if session.end.is_over or session.calling:
             self._check_usable()
         # may be another one in each call
@@ -349,15 +349,15 @@ class Collectives:
     def _check_of(self, checks: _Checks) -> Callable[[], None]:
         """A check to run after the call, which raises ArgumentError if the result is not finite."""
         # "" while other calls are under way, which may be writing the input, and on CUDA, where the host would wait
-        own = text_about_inputs(self._memory, checks.inputs, self.rank) if self._session.engine.is_idle else ""
-        return partial(refuse_nonfinite, self._memory, checks.outputs, own)
+        own = text_about_inputs(self.memory, checks.inputs, self.rank) if self._session.engine.is_idle else ""
+        return partial(refuse_nonfinite, self.memory, checks.outputs, own)
 
     @guarded
     def _prepare(
         self, method: Method, arrays: tuple[Any, ...], given: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[_Prepared, list[Values]]:
         """Check the arguments of a call, and let later calls find them; also returns the arrays' memory."""
-        session, memory = self._session, self._memory
+        session, memory = self._session, self.memory
         options, own = method.complete(given, keywords)
         is_pointers = "count" in own
         call = Call(

@@ -111,7 +111,7 @@ class Communicator(Collectives):
         )
         self._session.serve_metrics(self.local_rank, is_thread=transport.name == "loopback")
         self.state = self._session.state
-        self.memory = self._memory = made.memory
+        self.memory = made.memory
         self._chooser = Chooser(self._session, GroupProfile(self.nodes, transport.name, hardware=transport.hardware))
 
     @classmethod
