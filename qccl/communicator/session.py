@@ -1,4 +1,4 @@
-"""What the plans and calls of one communicator share: engine, memory, state, call numbers, and the end (end.py)."""
+"""The session: engine, memory, state, call numbers and the end (end.py), which all calls of a communicator share."""
 
 from __future__ import annotations
 
