@@ -182,6 +182,18 @@ def test_a_name_of_a_class_stands_once() -> None:
     assert not {name: files for name, files in found.items() if len(files) > 1}
 
 
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    """A docstring that begins with "What" or "Of" leaves open what kind of thing is meant."""
+    riddles = ("What", "Of", "That of", "Those of", "As")
+    found = []
+    for source in SOURCES:
+        for node in ast.walk(ast.parse((PACKAGE / source).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+                text = ast.get_docstring(node) or ""
+                found += [f"qccl/{source}: {text[:60]}"] if text.startswith(tuple(f"{r} " for r in riddles)) else []
+    assert not found, "\n".join(found)
+
+
 def test_rooms_import_rooms_of_lower_floors() -> None:
     below: set[str] = {"_host"}
     for floor in FLOORS:
