@@ -224,7 +224,7 @@ class CaseGroup:
         self.folder = Path(tempfile.mkdtemp(prefix="chaos."))
         self.forks = Forks(self.folder)
         self.numbers, self.hung = list(range(case.size)), list[int]()
-        self.limit = time.monotonic() + _PATIENCE + 5 * case.timeout
+        self.limit = time.monotonic() + _PATIENCE * patience.factor() + 5 * case.timeout
         address = f"127.0.0.1:{free_ports(1)[0]}"
         for rank in self.numbers:
             self.forks.start(rank, partial(be_a_rank, case, rank, self.folder, address, known))
