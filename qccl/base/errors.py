@@ -19,7 +19,8 @@ import re
 from collections.abc import Sequence
 
 __all__ = ["ArgumentError", "CodecError", "CollectiveTimeout", "EngineError", "InvalidBufferError", "MismatchError"]
-__all__ += ["PeerLost", "QcclError", "described", "failure_text", "forked", "gave_up", "is_own", "own", "ranks_text"]
+__all__ += ["PeerLost", "QcclError", "described", "failure_text", "forked", "gave_up", "is_own"]
+__all__ += ["is_reported_elsewhere", "own", "ranks_text"]
 
 
 class QcclError(Exception):
@@ -62,6 +63,9 @@ class EngineError(QcclError):
         self.code = code
 
 
+_GAVE_UP = " gave up: "
+
+
 def gave_up(rank: int, error: BaseException) -> QcclError:
     """The error that other ranks and later calls raise after an exception ended a call on ``rank``."""
     return error if isinstance(error, QcclError) else PeerLost(failure_text(rank, error))
@@ -71,7 +75,12 @@ def failure_text(rank: int, error: BaseException) -> str:
     """The message to the other ranks about an exception of ``rank``: the error's own if it says which rank failed."""
     if isinstance(error, PeerLost | MismatchError | CollectiveTimeout) and re.search(r"\branks? \[?\d", str(error)):
         return str(error)
-    return f"rank {rank} gave up: {described(error)}"
+    return f"rank {rank}{_GAVE_UP}{described(error)}"
+
+
+def is_reported_elsewhere(error: BaseException) -> bool:
+    """Whether the message is another rank's about its own failure (failure_text), which that rank reports itself."""
+    return _GAVE_UP in str(error)
 
 
 def own(error: QcclError) -> QcclError:

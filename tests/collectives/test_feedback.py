@@ -18,7 +18,7 @@ from qccl.base.errors import ArgumentError
 def steps(ranks: int, count: int, number: int) -> list[list[np.ndarray]]:
     """The inputs of each rank for several calls."""
     seeds = [[100 * step + rank for rank in range(ranks)] for step in range(number)]
-    return [[hard_data("normal", count, np.float32, seed) for seed in each] for each in seeds]
+    return [[hard_data("normal", count, np.dtype(np.float32), seed) for seed in each] for each in seeds]
 
 
 def run(comm: qccl.Communicator, calls: list[list[np.ndarray]], lrs: list[float | None], **arguments: Any) -> list:

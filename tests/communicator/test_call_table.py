@@ -227,7 +227,7 @@ def test_types_that_refer_to_their_communicator_are_freed():
 
 
 #: entries of functions in a first call, also of generators and comprehensions, and the files that have them
-MOST_ENTRIES, MOST_FILES = 2690, 38
+MOST_ENTRIES, MOST_FILES = 2750, 38
 #: kinds of calls that are no repetition, or that do more than a call that the program waits for
 LONGER = ("first", "async", "plan.start", "plan()", "nonfinite", "trace", "barrier", "allgather")
 
@@ -263,6 +263,7 @@ def test_functions_of_python_in_the_first_call():
         comm.barrier()  # until here nobody leaves
         return found
 
+    gc.collect()  # what earlier tests left is not freed, by functions of qccl, in the call
     found = qccl.run_ranks(2, run)[0]
     files = {file for _, file in found}
     print(f"the first call of 1 Mi elements enters {len(found)} functions of {len(files)} files")

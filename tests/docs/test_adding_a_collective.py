@@ -22,7 +22,7 @@ def follow(package: Path) -> None:
     insert(package / "collectives/__init__.py", "from qccl.collectives.spec import", IMPORT)
     insert(package / "collectives/__init__.py", "HierarchicalSpec,\n)", "ShiftSpec, ")
     insert(package / "communicator/calls.py", "from qccl.communicator.profile import", IMPORT)
-    insert(package / "communicator/calls.py", "_BROADCAST, _REDUCE", declaration)
+    insert(package / "communicator/calls.py", "_BROADCAST = Method(", declaration)
     insert(package / "communicator/calls.py", "    def _call(", method + "\n")
     insert(package / "collectives/analysis/postconditions.py", "def given_replicas", postcondition + "\n\n")
     (package.parent / "test_shift.py").write_text(tests)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from qccl.base.errors import ArgumentError, CodecError, PeerLost, QcclError
+from qccl.base.errors import ArgumentError, CodecError, PeerLost, QcclError, is_reported_elsewhere
 from qccl.bench.options import SweepOptions
 from qccl.bench.start.launched import let_rank_0_speak
 from qccl.bench.sweep.plain import load_mpi
@@ -23,7 +23,7 @@ __all__ = ["run_rank"]
 def run_rank(options: SweepOptions) -> int:
     """Collective: measure as one rank. Returns the exit status.
 
-    Each rank reports its own error, and rank 0 alone the loss of another rank.
+    Each rank reports its own error, and rank 0 alone the loss of another rank, unless that rank has reported its error.
     """
     launcher = detect()
     rank = launcher.rank if launcher else 0
@@ -36,7 +36,7 @@ def run_rank(options: SweepOptions) -> int:
         let_rank_0_speak(launcher)
         _report(rank, error)
     except QcclError as error:
-        if rank == 0 or not isinstance(error, PeerLost):
+        if not isinstance(error, PeerLost) or (rank == 0 and not is_reported_elsewhere(error)):
             _report(rank, error)
     return 1
 
