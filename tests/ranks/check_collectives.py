@@ -14,9 +14,8 @@ import qccl
 
 @pytest.fixture(scope="module")
 def everyone():
-    with qccl.init(
-        backend="host", timeout=300
-    ) as comm:  # the others wait while one compares a long case with the oracle
+    # others wait while a rank compares a long case with the oracle
+    with qccl.init(backend="host", timeout=300) as comm:
         yield comm
 
 

@@ -18,6 +18,8 @@ __all__ = ["LaunchedCommand", "let_rank_0_speak"]
 
 #: time for rank 0 to report an error of all ranks; its launcher then ends the others
 _PATIENCE_SECONDS = 2.0
+#: time for the launcher to show a rank's error: MPICH's drops what it has not read when a rank aborts
+_FORWARD_SECONDS = 0.5
 
 
 class LaunchedCommand(click.Command):
@@ -62,8 +64,12 @@ def _abort_of_mpi(launcher: Launcher) -> Any:
         if uses_mpi(launcher, wanted_transport()):
             from mpi4py import MPI
 
+            def abort(status: int) -> None:
+                time.sleep(_FORWARD_SECONDS)
+                MPI.COMM_WORLD.Abort(status)
+
             if MPI.COMM_WORLD.size == launcher.size:  # otherwise no rank waits for this one
-                return MPI.COMM_WORLD.Abort
+                return abort
     return lambda status: None
 
 
