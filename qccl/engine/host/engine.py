@@ -531,7 +531,7 @@ def _chunking(transport: Transport) -> ChunkPolicy:
 
 def _threads(local_size: int) -> int:
     """Threads for each of the machine's ``local_size`` ranks: OMP_NUM_THREADS, or the processors over the ranks."""
-    # As in OpenMP, further numbers are for nested regions, and an invalid value is ignored.
+    # OpenMP, too, takes further numbers for nested regions, and ignores an invalid value.
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if re.fullmatch("[0-9]{1,4}", first) and int(first):
         return int(first)
