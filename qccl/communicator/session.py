@@ -190,6 +190,8 @@ class Session:
         """The call's memory with that of the codec's state; with a learning rate the ranks must agree on that, too."""
         entry = self.state.entries.get(key)
         if entry is None or entry.bound is not bound or entry.lr is not (lr is not None):
+            if key in self.state.moves:
+                self.engine.wait_until_idle(self.engine.timeout)
             entry = self.state.take(key, compiled.owner, compiled.state, lr, compiled.sums)
             entry.bound, entry.whole = bound, _with_memory(bound, entry.memory)
         whole, memory = entry.whole, entry.memory

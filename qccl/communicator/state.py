@@ -130,7 +130,7 @@ class StateStore:
     def take(self, key: str, call: str, forms: Forms, lr: float | None, sums: Parts = ()) -> Entry:
         """The state of a call with buffers of these forms; zeros for a new key.
 
-        ``sums`` are the parts for residuals of sums, which this rank owns.
+        ``sums`` are the parts for residuals of sums, which this rank owns. No run may use the state that moves.
         Raises ArgumentError if the state under this key belongs to another call, or to an owner that has not made the
         key, or if only some calls give a learning rate.
         """
@@ -169,8 +169,7 @@ class StateStore:
     def expect(self, key: str, places: Places, others: Mapping[str, Places]) -> None:
         """Let the next call with ``key``, whose state has these places, take over parameters from other keys.
 
-        No run may use the state of ``others``. Those of which nothing remains are deleted. Raises ArgumentError if the
-        state of one has no such places.
+        Those of which nothing remains are deleted. Raises ArgumentError if the state of one has no such places.
         """
         for other, its_places in others.items():
             held = {name: array.count for name, array in self.entries[other].memory.items()}

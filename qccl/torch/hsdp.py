@@ -243,7 +243,6 @@ class AllReduce:
             raise not_known()
         members = reduced[1]
         if new := module.unseen(members):  # they were frozen
-            self._comm._session.engine.wait_until_idle(self._comm.timeout)
             self._check_replicas([*module.lines(new)])
             module.add(members)
         works = [self._launch(group, arrays) for group, arrays in module.split(shard, members)]

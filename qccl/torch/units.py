@@ -94,7 +94,6 @@ class KeyOfSet:
             self._adopt(key, places)
             others = {other: members for other, members in self._others(key) if not places.keys().isdisjoint(members)}
             if others:
-                self._comm._session.engine.wait_until_idle(self._comm.timeout)
                 for other, members in others.items():
                     if store.entries[other].sums is None:  # it was loaded
                         store.entries[other].sums = self._sums(members)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import numpy as np
 import pytest
 from thread_ranks import on_ranks
@@ -60,6 +63,30 @@ def test_plans_that_were_bound_before_compare_the_number_too() -> None:
     qccl.run_ranks(2, lambda comm: call(comm, True))
     with pytest.raises(qccl.MismatchError, match=r"\+7 calls.*\+86 calls|\+86 calls.*\+7 calls"):
         qccl.run_ranks(2, lambda comm: call(comm, False))
+
+
+@on_ranks(2)
+def test_state_moves_when_the_calls_that_use_it_have_ended(comm: qccl.Communicator) -> None:
+    """The call that takes it over waits for them: here rank 0's, until rank 1 makes it."""
+    x = np.random.default_rng(comm.rank).standard_normal(3000).astype(np.float32)
+
+    def call(key: str, **options: bool) -> Any:
+        return comm.quantized_allreduce(x, np.empty_like(x), codec="minmax2+ef", key=key, **options)
+
+    def moved(late: bool) -> bytes:
+        call("a")
+        places = {"weight": [(name, 0, each.count) for name, each in comm.state.entries["a"].memory.items()]}
+        time.sleep(0.2 * late * comm.rank)
+        work = call("a", async_op=True)
+        if not late:
+            work.wait()
+        comm.state.expect("b", places, {"a": places})
+        found = call("b").tobytes()
+        work.wait()
+        comm.reset()
+        return found
+
+    assert moved(late=True) == moved(late=False)
 
 
 def test_after_a_failure_calls_are_those_that_ended_well() -> None:
