@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from qccl.base.dtypes import FLOAT32
 from qccl.codecs import MinMax, get
+from qccl.collectives.allreduce import AllReduceSpec
 from qccl.collectives.chunks import BETWEEN_SITES, GPU, NETWORK, ChunkPolicy, shared_memory
 from qccl.collectives.partitions import partition
 
@@ -47,3 +48,12 @@ def test_chunks_in_two_levels_grow_over_a_network_alone() -> None:
     policies = (NETWORK, shared_memory(4), GPU["network"], ChunkPolicy.of_elements(100_000))
     layouts = [partition([64 << 20], 4, (get("none"), MinMax(8)), policy, ramped=True) for policy in policies]
     assert [layout.ramp > 1 for layout in layouts] == [True, False, False, False]
+
+
+def test_a_named_chunk_size_keeps_the_depth_of_the_policy() -> None:
+    """Between sites each chunk has a slot of its own, whoever sets the size of the chunks."""
+    spec = AllReduceSpec.from_arguments(80 * 1024, "float32", "none", 1024, algorithm="two_round")
+    for policy in (NETWORK, BETWEEN_SITES):
+        found = spec.schedule(0, 2, in_place=True, chunking=policy).buffers.values()
+        wires = sum(buffer.size for buffer in found if buffer.dtype is None)
+        assert wires == 4 * policy.depth * 4096  # 3 n - 2 rows of slots
