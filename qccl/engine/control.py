@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from qccl import _host
 from qccl.base.errors import EngineError, MismatchError
+from qccl.meeting.strangers import printable
 
 __all__ = ["CALL", "HEADER_NBYTES", "Block", "ControlKind", "Header", "text_of"]
 
@@ -82,7 +83,7 @@ class Header(NamedTuple):
                 f"rank {peer} sent a control message that this version of qccl cannot read (starts with "
                 f"{message[:8]!r}); every rank must run the same version"
             )
-        text = _shown(text_of(message))
+        text = printable(text_of(message))
         if kind != ControlKind.CALL and "rank" not in text:
             text = f"rank {peer} gave up: {text or 'it did not say why'}"
         return cls(ControlKind(kind), sequence, text)
@@ -91,11 +92,6 @@ class Header(NamedTuple):
 def text_of(header: bytes) -> str:
     """The text in the packed header of a call, which may be truncated."""
     return header[_LAYOUT.size : _AGREED_NBYTES].rstrip(b"\0").decode(errors="replace")
-
-
-def _shown(text: str) -> str:
-    """Text of another rank, without characters that would control a terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 #: the first bytes of the header of a call

@@ -153,9 +153,11 @@ def test_messages_after_the_last_one_change_nothing(over):
     assert over(3, against(change, SMALL)) == [None] * 3
 
 
-@pytest.mark.parametrize("text", [b"", b"\xff\xfe\x80", b"\x1b[2J\x9b31m", "nöt \N{GRINNING FACE}".encode()[:7]])
+@pytest.mark.parametrize(
+    "text", [b"", b"\xff\xfe\x80", b"\x1b[2J\x9b31m", b"no\nWARNING\tforged", "nöt \N{GRINNING FACE}".encode()[:7]]
+)
 def test_the_reason_of_another_rank_is_text_that_names_it(text):
-    """Whatever it sends, and without characters that control a terminal."""
+    """Whatever it sends, and without characters that control a terminal or begin a line of a log."""
     message = Header(ControlKind.ABORT, 0, "").pack()
     found = Header.unpack(message[:48] + text.ljust(len(message) - 48, b"\0"), 3).text
     assert found.startswith("rank 3 gave up: ") and found.isprintable()
