@@ -70,7 +70,8 @@ std::shared_ptr<GroupWire> make_ucx(const UcxFunctions& functions,
 
 std::shared_ptr<GroupWire> make_wan(int listener, const nb::bytes& address, const TlsFunctions& functions,
                                     const std::optional<nb::bytes>& secret, const std::string& congestion_control,
-                                    int connections, double away_seconds, nb::callable fault) {
+                                    int connections, double away_seconds, std::size_t most_guests, double hello_seconds,
+                                    nb::callable fault) {
   WanSettings settings;
   settings.listener = listener;
   settings.address = text(address);
@@ -78,6 +79,8 @@ std::shared_ptr<GroupWire> make_wan(int listener, const nb::bytes& address, cons
   settings.congestion_control = congestion_control;
   settings.connections = connections;
   settings.away_seconds = away_seconds;
+  settings.most_guests = most_guests;
+  settings.hello_seconds = hello_seconds;
   return make_wan_wire(settings, python_fault(std::move(fault)));
 }
 
@@ -319,7 +322,7 @@ void bind_wires(nb::module_& m) {
            "Transfers by UCX. functions: addresses, in the order of ucx_function_names(); config: settings by "
            "name. Raises WireError; OSError if the system refuses a descriptor.");
   m.def("wan_wire", &make_wan, "listener"_a, "address"_a, "functions"_a, "secret"_a.none(), "congestion_control"_a,
-        "connections"_a, "away_seconds"_a, "fault"_a,
+        "connections"_a, "away_seconds"_a, "most_guests"_a, "hello_seconds"_a, "fault"_a,
            "Transfers between sites. listener: a socket's descriptor, which the wire owns. Encrypted with a "
            "secret, by OpenSSL's functions.");
 }
@@ -432,6 +435,8 @@ void bind_loop(nb::module_& m) {
       .def_prop_ro("halted", &Loop::halted)
       .def_ro("size", &Loop::size);
   m.attr("HEADER_NBYTES") = kHeaderNbytes;
+  m.attr("AGREED_NBYTES") = kAgreedNbytes;
+  m.attr("SEQUENCE_OFFSET") = kSequenceOffset;
   m.attr("CONTROL_TAG") = kControlTag;
   m.attr("RUNS_IN_FLIGHT") = kRunsInFlight;
   m.attr("TAGS_PER_RUN") = kTagsPerRun;

@@ -30,7 +30,7 @@ CONTROL_TAG = _host.CONTROL_TAG
 _MAGIC = b"qccl"
 _VERSION = 2
 _LAYOUT = struct.Struct("<4sHHQ32s")  # magic, version, kind, sequence, SHA-256 of the whole text
-_AGREED_NBYTES = HEADER_NBYTES - 4
+_AGREED_NBYTES = _host.AGREED_NBYTES
 _TEXT_NBYTES = _AGREED_NBYTES - _LAYOUT.size
 _FIXED = struct.Struct("<4sHHQ")
 
@@ -95,7 +95,7 @@ def text_of(header: bytes) -> str:
 
 
 #: the first bytes of the header of a call
-CALL = _FIXED.pack(_MAGIC, _VERSION, ControlKind.CALL, 0)[:8]
+CALL = _FIXED.pack(_MAGIC, _VERSION, ControlKind.CALL, 0)[: _host.SEQUENCE_OFFSET]
 
 
 def data_nbytes(nbytes: int) -> bytes:

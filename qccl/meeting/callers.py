@@ -1,8 +1,9 @@
 """Accepts callers: a bounded number, of bounded size, each of which must soon say what it wants.
 
-This is the only place that accepts connections in Python: for rank 0 of a meeting (meeting_host.py), and for the
-sockets of a group's processes (membership_callers.py). Anybody may connect, so a caller is *unknown* until it has said
-what it wants, and perhaps has proved it. Only unknown callers count for the bounds.
+Rank 0 of a meeting (meeting_host.py) and the sockets of a group's processes (membership_callers.py) accept connections
+here alone; Links::accept in kernels/wires/wan/ does so for `wan`, with the same bounds of number and time. Anybody may
+connect, so a caller is *unknown* until it has said what it wants, and perhaps has proved it. Only unknown callers count
+for the bounds.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from qccl.meeting.secure_socket import SecureSocket
 from qccl.meeting.sockets import BACKLOG, seats, send_at_once
 from qccl.meeting.strangers import NotARank, report
 
-__all__ = ["NO_ROOM", "Caller", "Callers"]
+__all__ = ["HELLO_SECONDS", "NO_ROOM", "Caller", "Callers"]
 
 #: the first byte of every TLS connection
 HANDSHAKE = b"\x16"
 
-#: seconds in which a caller must say what it wants
+#: seconds in which a caller must say what it wants, also at a port of `wan`
 HELLO_SECONDS = 5.0
 #: most connections of one accept(), more than wait at the socket; most bytes of incomplete messages
 _MOST_ACCEPTED = 2 * BACKLOG

@@ -23,10 +23,11 @@ from collections.abc import Sequence
 from qccl import _host
 from qccl.base.errors import ArgumentError, EngineError
 from qccl.meeting import tls, topology
+from qccl.meeting.callers import HELLO_SECONDS
 from qccl.meeting.network import Network
 from qccl.meeting.regroup import MembershipSocket
 from qccl.meeting.secret import derive
-from qccl.meeting.sockets import host_of, is_host, listen_at
+from qccl.meeting.sockets import host_of, is_host, listen_at, seats
 from qccl.transports.choice import obstacle
 from qccl.transports.connected import ConnectedTransport, Faults
 from qccl.transports.ucx import memory_wire
@@ -136,11 +137,11 @@ class WanTransport(ConnectedTransport):
         """The carrier, with the ranks that UCX reaches."""
         return f"{self.name}; ucx with {', '.join(map(str, self._near))}" if self._near else self.name
 
-    def _find_ended(self, ranks: list[int]) -> list[int]:
+    def _ended(self, ranks: list[int]) -> list[int]:
         """Find ended processes of this machine alone: elsewhere a refusing firewall looks like the end of a process."""
         assert self.membership is not None
         near = self._watch.ended([rank for rank in ranks if rank in self._near])
-        return [rank for rank in ranks if rank in near or self.membership.has_ended(rank)]
+        return [rank for rank in ranks if rank in near or self.membership.has_left_port(rank)]
 
 
 def memory_obstacle() -> str:
@@ -186,6 +187,8 @@ def _sites_wire(network: Network, membership: MembershipSocket, secret: bytes | 
                 control,
                 connections,
                 _AWAY_SECONDS,
+                seats(),
+                HELLO_SECONDS,
                 Faults(membership, "wan", os.strerror),
             )
             listener.detach()  # the wire owns it

@@ -16,6 +16,7 @@ from wan_wires import (
     BYE,
     DATA,
     HELLO,
+    NOWHERE,
     PART,
     Fault,
     Lost,
@@ -82,6 +83,15 @@ def test_strangers_by_bytes_and_in_silence_have_five_seconds():
             data = data[1:]
             time.sleep(0.1)
         check_calls(ranks)
+
+
+def test_strangers_for_whom_there_is_no_seat_are_dropped():
+    wire = Wire(most_guests=8, hello_seconds=1000.0)
+    wire.connect(0, [wire.native.address(), NOWHERE])
+    with ExitStack() as stack:
+        stack.callback(wire.close)
+        raws = [stack.enter_context(Raw(wire.port)) for _ in range(10)]
+        poll_until(lambda: sum([raw.ended() for raw in raws]) == 2, wire)
 
 
 def test_two_thousand_silent_connections():

@@ -71,6 +71,8 @@ class Wire:
         *,
         is_reachable: bool = True,
         secret: bytes | None = None,
+        most_guests: int = 256,
+        hello_seconds: float = 5.0,
     ) -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
             self.port = listener.getsockname()[1]
@@ -79,7 +81,16 @@ class Wire:
             address = self.nonce + f" {connections}{place}".encode()
             functions = tls.functions() if secret else []
             self.native = _host.wan_wire(
-                listener.detach(), address, functions, secret, "", connections, away_seconds, _raise
+                listener.detach(),
+                address,
+                functions,
+                secret,
+                "",
+                connections,
+                away_seconds,
+                most_guests,
+                hello_seconds,
+                _raise,
             )
         self.done: set[int] = set()
         self._memory: dict[int, _Memory] = {}

@@ -19,8 +19,8 @@ namespace qccl::wan {
 namespace {
 
 constexpr std::uint64_t kVersion = 1;
-// Seconds in which a connection must be made, in which both sides must then be known, and between two tries.
-constexpr double kDialSeconds = 1.5, kGreetSeconds = 5, kRetrySeconds = 0.2;
+// Seconds in which a connection must be made, and between two tries.
+constexpr double kDialSeconds = 1.5, kRetrySeconds = 0.2;
 // The other one of two ranks, which usually calls, begins this much earlier.
 constexpr double kSecondSeconds = 1;
 // Most callers accepted at once: callers that have said who they are come first.
@@ -169,7 +169,7 @@ bool Links::is_connected(Link& link) {
 bool Links::open(Link& link) {
   const int descriptor = std::exchange(link.descriptor, -1);
   link.since = seconds();
-  link.until = link.since + kGreetSeconds;
+  link.until = link.since + settings_.hello_seconds;
   try {
     link.connection = std::make_unique<Connection>(
         settings_.tls ? make_tls_stream(settings_.tls, descriptor, link.is_caller) : make_plain_stream(descriptor));
@@ -217,7 +217,7 @@ void Links::accept() {
     if (descriptor < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)) listen(false);
     if (descriptor < 0) return;
     // Drop a random one: if the oldest went, endless strangers would always drop a rank from across the world.
-    if (guests_.size() >= most_guests_) drop(guests_[random_() % guests_.size()]);
+    if (guests_.size() >= settings_.most_guests) drop(guests_[random_() % guests_.size()]);
     Link& link = add(descriptor, seconds());
     link.is_caller = true;
     guests_.push_back(link.id);

@@ -78,7 +78,6 @@ class Links {
   std::map<std::uint64_t, Link> links_;
   std::uint64_t last_id_ = 0;
   std::vector<std::uint64_t> guests_;  // callers that are not known yet
-  const std::size_t most_guests_ = most_guests();
   std::minstd_rand random_{std::random_device{}()};
   std::vector<std::unique_ptr<Connection>> dropped_;
   double listens_at_ = 0;  // when strangers may call again, as there were no descriptors; 0: they may

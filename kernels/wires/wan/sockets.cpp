@@ -5,7 +5,6 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/ioctl.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -24,7 +23,6 @@ namespace {
 constexpr int kUserTimeoutMilliseconds = 4000, kIdleSeconds = 5;
 // Approximate unsent bytes in the kernel's buffers of all connections to a rank: a slow one must not hold much.
 constexpr int kNotSentNbytes = 128 << 10, kLeastNotSentNbytes = 16 << 10;
-constexpr std::size_t kMostGuests = 256, kLeastGuests = 8;
 
 void set(int socket, int level, int name, int value) { setsockopt(socket, level, name, &value, sizeof value); }
 
@@ -86,12 +84,6 @@ int unsent(int descriptor) {
   int nbytes = 0;
   ioctl(descriptor, SIOCOUTQNSD, &nbytes);
   return nbytes;
-}
-
-std::size_t most_guests() {
-  rlimit limit = {};
-  if (getrlimit(RLIMIT_NOFILE, &limit)) return kLeastGuests;
-  return std::min(kMostGuests, std::max<std::size_t>(kLeastGuests, limit.rlim_cur / 8));
 }
 
 }  // namespace qccl::wan

@@ -34,7 +34,4 @@ void set_timeout(int descriptor, bool has_timeout);
 // Bytes that TCP has not sent even once.
 int unsent(int descriptor);
 
-// Most unknown callers at a time: a part of the descriptors that this process may have.
-std::size_t most_guests();
-
 }  // namespace qccl::wan

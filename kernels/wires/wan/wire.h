@@ -16,6 +16,8 @@ struct WanSettings {
   std::string congestion_control;  // TCP's algorithm; empty: the system's default
   int connections = 1;             // connections for long messages, beside the one for short messages
   double away_seconds = 60;        // after which a rank that cannot be reached is lost
+  std::size_t most_guests = 8;     // callers that have not said yet which rank they are
+  double hello_seconds = 5;        // in which both sides of a connection must be known
 };
 
 // An address has lines: 32 hexadecimal digits, random for each wire, and the number of `connections`; then "HOST PORT", in
