@@ -21,7 +21,7 @@ from qccl.meeting.membership_callers import MembershipCaller, MembershipCallers
 from qccl.meeting.messages import Challenge, Decided, Decision, Join, Knock, Look, Member, parse
 from qccl.meeting.sockets import listen_at, place_text
 from qccl.meeting.topology import machine
-from qccl.meeting.watch import Watch, is_free, make_greeting
+from qccl.meeting.watch import Listener, Watch, make_greeting, refusal_means_end
 
 __all__ = ["MembershipSocket"]
 
@@ -101,7 +101,7 @@ class MembershipSocket(Membership):
         try:
             channel = self._call(member.place, seconds, is_sealed=is_sealed)
         except ConnectionRefusedError as error:
-            if member.id in self._reached or _has_left_port(member):
+            if refusal_means_end(_listener_here(member), was_reached=member.id in self._reached):
                 raise
             raise ConnectionAbortedError("refused, perhaps by a firewall") from error
         self._reached.add(member.id)
@@ -111,9 +111,9 @@ class MembershipSocket(Membership):
         keys = Keys(b"", self._keys.seal) if is_sealed else self._keys
         return call(place, min(seconds, CONNECT_SECONDS), keys, parse, proof=Challenge(TLS_NONCE))
 
-    def has_ended(self, rank: int) -> bool:
-        """Whether a rank's process is known to have ended, without a call: it was on this machine."""
-        return _has_left_port(self.members[rank])
+    def has_left_port(self, rank: int) -> bool:
+        """Whether a rank's process was on this machine, and no longer listens; makes no call."""
+        return refusal_means_end(_listener_here(self.members[rank]), was_reached=False)
 
     def inform(self, processes: Iterable[Member], decision: Decision) -> list[Member]:
         """Send a decision to processes that it leaves out. Returns the processes that are out of reach."""
@@ -129,7 +129,7 @@ class MembershipSocket(Membership):
                 out_of_reach.append(process)
         return out_of_reach
 
-    def find_ended(self, suspect: int) -> int | None:
+    def find_lost(self, suspect: int) -> int | None:
         """A rank whose process has ended, preferably ``suspect``; None if no process ends within a moment.
 
         A rank that gives up after the loss of another one closes its connections, too, and its last message may be
@@ -218,9 +218,9 @@ class MembershipSocket(Membership):
                 self._callers.dismiss(caller, self.told(message.member.id), deadline.remaining())
 
 
-def _has_left_port(member: Member) -> bool:
-    """Whether a process of this machine has stopped listening; behind NAT other machines may have its address."""
-    return member.machine == machine() and is_free(member.host, member.port)
+def _listener_here(member: Member) -> Listener | None:
+    """The socket of a process of this machine; None on other machines, which may have its address behind NAT."""
+    return Listener.of(member.host, member.port, None) if member.machine == machine() else None
 
 
 class _Driver:

@@ -31,13 +31,13 @@ from qccl.meeting.channel import frame
 from qccl.meeting.messages import Look
 from qccl.meeting.sockets import check_connected, is_abandoned
 
-__all__ = ["Watch", "is_free", "make_greeting"]
+__all__ = ["Listener", "Watch", "make_greeting", "refusal_means_end"]
 
 #: most seconds of one look, because it delays the thread that moves the data
 _LOOK_SECONDS = 0.02
 
 
-class _Listener(NamedTuple):
+class Listener(NamedTuple):
     """A listening socket: its address for the socket module, and whether it was given as a number."""
 
     family: int
@@ -45,7 +45,7 @@ class _Listener(NamedTuple):
     is_numeric: bool
 
     @classmethod
-    def of(cls, host: str, port: int, own_host: str | None) -> _Listener | None:
+    def of(cls, host: str, port: int, own_host: str | None) -> Listener | None:
         """The socket at a host and port; None for another machine's name, because a look-up may take long."""
         for flags in (socket.AI_NUMERICHOST, 0) if host == own_host else (socket.AI_NUMERICHOST,):
             with contextlib.suppress(OSError):
@@ -73,9 +73,9 @@ class Watch:
         """``places``: by rank, host and port of a socket on which the process listens until it ends.
 
         ``own_host``: this process's host, the only one that is watched although it is a name. ``greeting``: the result
-        of make_greeting(); None: there is no key.
+        of make_greeting(); empty: there is no key.
         """
-        found = ((rank, _Listener.of(*place, own_host)) for rank, place in enumerate(places))
+        found = ((rank, Listener.of(*place, own_host)) for rank, place in enumerate(places))
         self._places = {rank: place for rank, place in found if place is not None}
         self._elsewhere = [rank for rank, place in enumerate(places) if place[0] != own_host]
         self.unseen = [rank for rank in self._elsewhere if rank not in self._places]
@@ -164,23 +164,17 @@ class Watch:
             connection.sendall(self._greeting)
         except OSError as error:
             connection.close()
-            return isinstance(error, ConnectionRefusedError) and self._counts(rank)
+            is_refused = isinstance(error, ConnectionRefusedError)
+            return is_refused and refusal_means_end(self._places[rank], was_reached=rank in self._reached)
         self._connections[rank] = connection
         return False
 
-    def _counts(self, rank: int) -> bool:
-        """Whether a refusal comes from the machine itself, and not from a firewall."""
-        return rank in self._reached or _is_free(self._places[rank])
 
-
-def is_free(host: str, port: int) -> bool:
-    """Whether this is a numeric address of this machine where nobody listens, whatever a firewall answers."""
-    place = _Listener.of(host, port, None)
-    return place is not None and _is_free(place)
-
-
-def _is_free(place: _Listener) -> bool:
-    return place.is_numeric and is_abandoned(place.family, place.address)
+def refusal_means_end(listener: Listener | None, *, was_reached: bool) -> bool:
+    """Whether a refused connection means that the process has ended, in the two cases above; None: another machine."""
+    if was_reached or listener is None:
+        return was_reached
+    return listener.is_numeric and is_abandoned(listener.family, listener.address)
 
 
 def _is_silent(connection: socket.socket) -> bool:

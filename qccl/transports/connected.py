@@ -186,12 +186,12 @@ class ConnectedTransport(NativeTransport):
         """How many connections, and so descriptors, the wire may need for each other rank."""
 
     @abstractmethod
-    def _find_ended(self, ranks: list[int]) -> list[int]:
+    def _ended(self, ranks: list[int]) -> list[int]:
         """The ranks among ``ranks`` whose processes have ended. Takes some milliseconds at most."""
 
     def _connect_wire(self, addresses: list[bytes]) -> None:
         """Connect the wire to the others; ``addresses`` by rank. Raises WireError and OSError."""
-        self.wire.connect(self.rank, addresses, _weakly(self._find_ended))
+        self.wire.connect(self.rank, addresses, _weakly(self._ended))
 
     def _no_network(self, reason: str) -> str:
         """The message of an error of wire.connect()."""
@@ -388,9 +388,9 @@ class ConnectedTransport(NativeTransport):
             self._watch.close()
 
 
-def _weakly(find_ended: Callable[[list[int]], list[int]]) -> Callable[[list[int]], list[int]]:
+def _weakly(ended: Callable[[list[int]], list[int]]) -> Callable[[list[int]], list[int]]:
     """Wrap a method of a transport for its wire without a strong reference: native code hides cycles from Python."""
-    method = weakref.WeakMethod(find_ended)
+    method = weakref.WeakMethod(ended)
 
     def call(ranks: list[int]) -> list[int]:
         found = method()
@@ -433,7 +433,7 @@ class Faults:
         raise own(EngineError("this transport was closed or aborted; make another communicator"))
 
     def _who_was_lost(self, rank: int, peer: int, why: str) -> str:
-        ended = self._membership.find_ended(peer)
+        ended = self._membership.find_lost(peer)
         who = f"rank {peer} gave up or cannot be reached" if ended is None else f"rank {ended} was lost"
         return f"{who}: rank {rank} has no connection to rank {peer} any more ({why})"
 

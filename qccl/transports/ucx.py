@@ -167,7 +167,7 @@ class UcxTransport(ConnectedTransport):
         """One connection over TCP, without which UCX may end the process; none in shared memory."""
         return 1 if not network.is_local or "UCX_TLS" in os.environ else 0
 
-    def _find_ended(self, ranks: list[int]) -> list[int]:
+    def _ended(self, ranks: list[int]) -> list[int]:
         return self._watch.ended(ranks)
 
     def _no_network(self, reason: str) -> str:

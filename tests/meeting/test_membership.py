@@ -243,7 +243,7 @@ def test_a_firewall_that_refuses_leaves_no_living_rank_out(monkeypatch):
         refuse(monkeypatch, *group.ranks[1:])
         found = group.run(group.work(0), group.work(1, after=0.3), group.work(2, after=0.6))
         assert group.numbers(one_group(found)) == [0, 1, 2] and found.count(found[0]) == 3
-        assert group.ranks[0].find_ended(1) is None
+        assert group.ranks[0].find_lost(1) is None
 
 
 def test_ranks_that_are_refused_by_the_first_wait_for_it(monkeypatch):
