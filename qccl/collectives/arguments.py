@@ -12,9 +12,9 @@ from qccl.base.errors import ArgumentError
 from qccl.base.scalars import as_integer, as_real
 from qccl.codecs.base import Codec
 
-__all__ = ["OPS", "CodecLike", "OpLike", "check_group", "check_trace", "checked_codec", "chunk_of", "codec_text"]
-__all__ += ["codecs_of", "count_of", "integer", "integers", "is_auto", "lossiest", "one_of", "op_of", "setup_timeout"]
-__all__ += ["timeout_of"]
+__all__ = ["OPS", "CodecLike", "OpLike", "auto_codec", "check_group", "check_trace", "checked_codec", "chunk_of"]
+__all__ += ["codec_text", "codecs_of", "count_of", "integer", "integers", "lossiest", "one_of", "op_of"]
+__all__ += ["setup_timeout", "timeout_of"]
 
 #: the arguments that qccl.codecs.get accepts, and "auto" and "auto:CODEC" as text where a call may choose
 CodecLike = str | Mapping[str, Any] | Codec
@@ -42,17 +42,16 @@ def integers(values: Iterable[Any], what: str) -> tuple[int, ...]:
     return tuple(integer(value, f"each of {what}") for value in values)
 
 
+def auto_codec(codec: CodecLike) -> str | None:
+    """The text CODEC of "auto:CODEC", empty for "auto" alone; None: a call does not choose its codec."""
+    name, _, most = codec.partition(":") if isinstance(codec, str) else ("", "", "")
+    return most.strip() if name.strip() == "auto" else None
+
+
 def codecs_of(codec: CodecLike) -> tuple[CodecLike, ...]:
     """The codecs that a call may use: the one given; for "auto:CODEC" none, and that one; "auto" is "auto:minmax8"."""
-    if not isinstance(codec, str):
-        return (codec,)
-    name, _, most = codec.partition(":")
-    return ("none", most or "minmax8") if name.strip() == "auto" else (codec,)
-
-
-def is_auto(codec: CodecLike) -> bool:
-    """Whether a call chooses between no codec and another one."""
-    return len(codecs_of(codec)) > 1
+    most = auto_codec(codec)
+    return (codec,) if most is None else ("none", most or "minmax8")
 
 
 def lossiest(codec: CodecLike) -> Codec:
@@ -63,7 +62,7 @@ def lossiest(codec: CodecLike) -> Codec:
 def checked_codec(codec: CodecLike) -> CodecLike:
     """A Codec, or "auto:CODEC" as text, so that calls find it fast. Raises CodecError."""
     found = lossiest(codec)
-    return f"auto:{found.spec()}" if is_auto(codec) else found
+    return f"auto:{found.spec()}" if auto_codec(codec) is not None else found
 
 
 def codec_text(codec: CodecLike) -> str:

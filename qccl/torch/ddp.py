@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from qccl.base.errors import ArgumentError
 from qccl.base.removed import without_removed
-from qccl.collectives import arguments
-from qccl.collectives.arguments import CodecLike, count_of, lossiest, timeout_of
+from qccl.collectives.arguments import CodecLike, auto_codec, count_of, lossiest, timeout_of
 from qccl.communicator.communicator import Communicator
 from qccl.torch.compression import Compression, in_use
 from qccl.torch.groups import Policy, faster, form_groups
@@ -88,7 +87,12 @@ def compress(
     policy = Policy.of(codec, codecs, exclude, min_elements)
     if count_of(group_bytes, "group_bytes") == 0:
         raise ArgumentError("group_bytes must be a positive number, the most bytes that one call reduces, not 0")
-    is_measured = _is_measured(codec)
+    is_measured = auto_codec(codec) is not None
+    if auto_codec(codec) == "":
+        raise ArgumentError(
+            f"{codec!r} names no codec for compress(); give it as 'auto:minmax4+ef', the faster one of no codec and "
+            f"minmax4+ef by measured calls, or give a codec alone, such as 'minmax4+ef'"
+        )
     codec = lossiest(codec) if is_measured else codec
     policy = replace(policy, codec=codec, low_rank=count_of(low_rank, "low_rank"))
     policy.check(parameters)
@@ -138,13 +142,3 @@ def _check_low_rank(parameters: Mapping[str, Any], policy: Policy) -> None:
         )
     if any(p.device.type != "cpu" for p in parameters.values()):
         raise ArgumentError("low_rank is for models on the CPU so far; PyTorch has powerSGD_hook for GPUs")
-
-
-def _is_measured(codec: CodecLike) -> bool:
-    """Whether ``codec`` is "auto:CODEC". Raises ArgumentError for "auto" alone."""
-    if isinstance(codec, str) and codec.strip().lower() == "auto":
-        raise ArgumentError(
-            f"{codec!r} names no codec for compress(); give it as 'auto:minmax4+ef', the faster one of no codec and "
-            f"minmax4+ef by measured calls, or give a codec alone, such as 'minmax4+ef'"
-        )
-    return arguments.is_auto(codec)

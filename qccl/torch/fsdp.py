@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from qccl.base.errors import ArgumentError
 from qccl.codecs import Codec, NoCodec
-from qccl.collectives.arguments import CodecLike, checked_codec, codec_text, is_auto, lossiest
+from qccl.collectives.arguments import CodecLike, auto_codec, checked_codec, codec_text, lossiest
 from qccl.communicator.communicator import Communicator
 from qccl.communicator.owners import Owner
 from qccl.communicator.state import Places
@@ -163,7 +163,7 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
         if not isinstance(state, Mapping) or set(state) != {"calls", "keys"} or not isinstance(state["keys"], Mapping):
             raise ArgumentError('a state is the dict that state_dict() returned, with "calls" and "keys"')
         keys = self._owner.renamed(state["keys"])
-        if self.codec.state_names and not is_auto(self._asked) and state["calls"] and not keys:
+        if self.codec.state_names and auto_codec(self._asked) is None and state["calls"] and not keys:
             raise ArgumentError(
                 f"the state, after {state['calls']} calls, has no {' and no '.join(self.codec.state_names)}; "
                 f"torch.distributed.checkpoint loads only the entries of a new object's state_dict(), which is empty: "

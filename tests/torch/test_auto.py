@@ -69,7 +69,7 @@ def test_by_measured_calls() -> None:
 @on_ranks(2)
 def test_auto_names_no_codec() -> None:
     model = wrapped()
-    for codec in ("auto", " AUTO"):
+    for codec in ("auto", " auto", "auto:"):
         text = error_of(lambda codec=codec: qccl.torch.compress(model, codec), qccl.ArgumentError)
         assert "give" in text and "as 'auto:minmax4+ef'" in text
     assert "'auto'" in error_of(lambda: qccl.torch.compress(model, codecs={"inner.*": "auto"}), qccl.CodecError)
