@@ -135,7 +135,7 @@ class Session:
         before, number = unsettled.get(thread), numbers.sequence
         try:
             if compiled.keeps_state and request.key is not None:
-                bound, kept = self._with_state(request.key, compiled, bound, request.lr, kept)
+                bound, request, kept = self._with_state(request.key, compiled, bound, request, kept)
             program = compiled.programs[0]
             if program.users:
                 program = compiled.another()
@@ -185,10 +185,13 @@ class Session:
         return spec, compiled, Bound(binding.addresses, text, pairs)
 
     def _with_state(
-        self, key: str, compiled: Compiled, bound: Bound, lr: float | None, kept: object
-    ) -> tuple[Bound, object]:
-        """The call's memory with that of the codec's state; with a learning rate the ranks must agree on that, too."""
-        entry = self.state.entries.get(key)
+        self, key: str, compiled: Compiled, bound: Bound, request: Request, kept: object
+    ) -> tuple[Bound, Request, object]:
+        """The call's memory with that of the codec's state; with a learning rate the ranks must agree on that, too.
+
+        Engines get no learning rate of 0: such a call has no residuals to multiply.
+        """
+        entry, lr = self.state.entries.get(key), request.lr
         if entry is None or entry.bound is not bound or entry.lr is not (lr is not None):
             if key in self.state.moves:
                 self.engine.wait_until_idle(self.engine.timeout)
@@ -199,9 +202,9 @@ class Session:
         if lr is not None:
             if lr == 0:
                 memory = self.state.at_rest(entry)
-                whole = _with_memory(bound, memory)
+                whole, request = _with_memory(bound, memory), request._replace(lr=None)
             whole = whole._replace(text=f"{whole.text}, lr={lr!r}")
-        return whole, (kept, memory)
+        return whole, request, (kept, memory)
 
     def run_collective(self, name: str, act: Callable[[], _T]) -> _T:
         """One call that moves no arrays: wait until every rank has made it, then ``act``.

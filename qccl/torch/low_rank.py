@@ -76,13 +76,13 @@ class LowRank:
 
         ``lr`` is the learning rate; None means a constant rate.
         """
-        self._gradients, self._lr = gradients, 1.0 if lr is None else lr
-        self._state = self._comm.state.take(self._group.key, self._group.low_rank_owner, self._forms, lr)
+        self._gradients, self._lr = gradients, lr or 1.0
+        state = self._comm.state.take(self._group.key, self._group.low_rank_owner, self._forms, lr)
+        self._memory = self._comm.state.at_rest(state) if lr == 0 else state.memory
         self._matrices = []
         for i, (gradient, shape) in enumerate(zip(gradients, self._shapes, strict=True)):
             matrix = gradient.view(shape).float()  # the gradient itself if it is float32
-            if self._lr:  # with lr=0 the result changes no weights, and a residual in it would be lost
-                matrix.add_(self._kept("residual", i).view(shape), alpha=self._beta / self._lr)
+            matrix.add_(self._kept("residual", i).view(shape), alpha=self._beta / self._lr)
             self._matrices.append(matrix)
         if self._comm.size == 1:
             return
@@ -127,7 +127,7 @@ class LowRank:
     def _finish_alone(self) -> None:
         """Add the residual to the gradient: a single rank needs no factors."""
         for i, matrix in enumerate(self._matrices):
-            if self._lr and _is_finite(matrix):
+            if _is_finite(matrix):
                 self._kept("residual", i).zero_()
         self._write_back()
 
@@ -158,13 +158,11 @@ class LowRank:
 
     def _keep_residual(self, i: int, values: torch.Tensor) -> None:
         """Store a residual, multiplied by the learning rate as in qccl's calls."""
-        if not self._lr:
-            return
         self._kept("residual", i).copy_(values.view(-1) if self._lr == 1 else values.view(-1) * self._lr)
 
     def _kept(self, kind: str, i: int) -> torch.Tensor:
         """The memory of a state buffer."""
-        return _view(self._state.memory[buffer_name(kind, i)])
+        return _view(self._memory[buffer_name(kind, i)])
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -149,7 +149,7 @@ class CudaEngine:
                 self._pending.add(run)
                 self._watchdog.start()
             try:
-                lr = request.lr or 1.0  # a call with lr=0 has no residuals
+                lr = 1.0 if request.lr is None else request.lr
                 program.enqueue(run, queues, bound.addresses, lr=lr, trace=trace)
             except BaseException as error:  # part of the run may be on its streams
                 ours = error if isinstance(error, QcclError) else as_qccl_error(error)

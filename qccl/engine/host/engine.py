@@ -432,7 +432,7 @@ class HostEngine:
             headers,
             execution.sequence,
             execution.call,
-            request.lr or None,  # a call with lr=0 has no residuals
+            request.lr,
             execution.timeout,
             request.trace is not None,
             waits,
