@@ -122,7 +122,7 @@ class DiLoCo:
         self._taken = [0] * (max(self.fragments, default=0) + 1)
         self._turns = Turns(len(self._taken), period, delay)
         self._under_way: list[OuterStep] = []  # in the order of their begin
-        self._commit = ArrayChange()
+        self._change = ArrayChange()
         self._owner: Owner
         self._join_as_owner(comm, key, is_new=True)
 
@@ -156,7 +156,7 @@ class DiLoCo:
         """
         if self._turns.period is None:
             raise ArgumentError("after_local_step() needs the number of steps between outer steps; give DiLoCo period=")
-        self._commit.check()
+        self._change.check()
         params, now = self.params if params is None else params, self.local_steps + 1
         begins = self._turns.begins(now)
         ends = bool(self._under_way) and self._under_way[0].due <= now
@@ -174,7 +174,7 @@ class DiLoCo:
         Call it before grow(), and before the communicator is closed. Arguments and errors are those of
         after_local_step().
         """
-        self._commit.check()
+        self._change.check()
         params = self.params if params is None else params
         self._local(params)
         while self._under_way:
@@ -218,7 +218,7 @@ class DiLoCo:
 
     def _join(self, comm: Communicator, *, is_new: bool) -> None:
         form = struct.Struct(f"<{1 + len(self._taken)}q")
-        identity, own_taken = self._identity(), [-1 if self._commit.interrupted else each for each in self._taken]
+        identity, own_taken = self._identity(), [-1 if self._change.interrupted else each for each in self._taken]
         found = comm.allgather(identity + form.pack(self.local_steps, *own_taken))
         others = [rank for rank, each in enumerate(found) if each[: len(identity)] != found[0][: len(identity)]]
         if others:
@@ -234,7 +234,7 @@ class DiLoCo:
         for number, fragment in enumerate(self.fragments):
             for array in (self.common[number], self._velocity[number]):
                 comm.quantized_broadcast(array, root=roots[fragment], codec="none")
-        with self._commit:
+        with self._change:
             self.comm, self.local_steps, self._under_way = comm, max(local_steps), []
             self._taken = [max(each) for each in taken]
             self.params = self._deliver(self.params, [n for n, f in enumerate(self.fragments) if behind[f]])
@@ -247,7 +247,7 @@ class DiLoCo:
         communicator's state_dict(), which each rank saves. Raises ArgumentError if an average is not finite, and the
         failure of an outer step.
         """
-        self._commit.check()
+        self._change.check()
         for outer_step in self._under_way:
             outer_step.settle()
         copies = {"common": self.common, "momentum": self._velocity}
@@ -270,7 +270,7 @@ class DiLoCo:
         for name in ("common", "momentum"):
             self._check_arrays(state[name], self._forms, f"the state's {name}")
         under_way = self._loaded(state["under_way"], local_steps)
-        with self._commit:
+        with self._change:
             for arrays, name in ((self.common, "common"), (self._velocity, "momentum")):
                 for array, saved in zip(arrays, state[name], strict=True):
                     array[...] = saved
@@ -358,7 +358,7 @@ class DiLoCo:
         """End an outer step: change the common parameters, and return the local parameters."""
         outer_step.settle()
         rule: dict[str, Any] = {"outer_lr": self._outer_lr, "momentum": self._momentum, "nesterov": self._nesterov}
-        with self._commit:
+        with self._change:
             for averages in outer_step.changes.values():
                 for n, average in averages.items():
                     advance(self.common[n], self._velocity[n], average, **rule)

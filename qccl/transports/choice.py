@@ -1,4 +1,7 @@
-"""Chooses the transport of the ranks on the host.
+"""Chooses the transport of several ranks on the host.
+
+launch.py decides the rest: whether the ranks use GPUs, and so NCCL (_on_gpus), and what they do if MPI cannot be loaded
+(uses_mpi). A single rank has the transport loopback (connect.py).
 
 If MPI started the ranks, each rank decides alone whether MPI carries the bytes: refusal_of_mpi(). Otherwise the ranks
 meet and exchange their offers, and each rank calls choose() with the same offers.
@@ -34,16 +37,17 @@ __all__ = [
     "Choice",
     "Offer",
     "choose",
-    "failure",
     "is_alone",
     "obstacle",
+    "reason_of",
     "refusal_of_mpi",
     "wanted_transport",
 ]
 
 TRUSTED_NETWORK = "nothing is encrypted: the network between the machines must be trusted"
 
-#: the transports between processes, in order of preference; ranks that MPI started prefer MPI
+#: the transports between processes, in the order in which choose() tries them. MPI's place counts only for ranks that
+#: qccl-bench has yet to start; ranks that MPI started prefer it to all others (refusal_of_mpi)
 TRANSPORTS = ("ucx", "mpi", "gloo", "wan")
 _DRAWN = re.compile(r"[0-9a-f]{64}")
 #: most characters of a reason in a note
@@ -93,7 +97,7 @@ class Offer(NamedTuple):
         found: dict[str, Any] = {name: obstacle(name) for name in TRANSPORTS if name != "mpi"}
         # if the user names a network, processes of other machines may join later
         network = "" if {"QCCL_NET", "UCX_NET_DEVICES"} & os.environ.keys() else network_id()
-        found |= {"network": network, "memory": memory_id(), "no_tls": failure(tls.load_library), **others}
+        found |= {"network": network, "memory": memory_id(), "no_tls": reason_of(tls.load_library), **others}
         return _by_settings(wanted)._replace(**found)
 
     def __repr__(self) -> str:
@@ -228,15 +232,15 @@ def obstacle(transport: str) -> str:
     if transport != "gloo" and not importlib.util.find_spec("msgspec"):  # scripts/gpu-check runs without msgspec
         return "msgspec is not installed (pip install msgspec)"
     if transport == "wan":
-        return failure(tls.load_library) if token_key() else ""
+        return reason_of(tls.load_library) if token_key() else ""
     if transport == "gloo":
         return "" if importlib.util.find_spec("torch") else "PyTorch is not installed"
     from qccl.transports.ucx import load_library
 
-    return failure(load_library)
+    return reason_of(load_library)
 
 
-def failure(find: Callable[[], object]) -> str:
+def reason_of(find: Callable[[], object]) -> str:
     """The text of the QcclError that ``find`` raises; empty if it returns."""
     try:
         find()

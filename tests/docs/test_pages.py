@@ -5,6 +5,8 @@ The programs that need PyTorch or JAX run in tests/torch/test_pages.py and tests
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import re
 from typing import Any
@@ -66,11 +68,41 @@ def test_the_environment_variables():
 
 
 NAMES_FILES = [DOCS / "architecture.md", *sorted((DOCS / "architecture").glob("*.md")), DOCS / "glossary.md"]
+WHERE = DOCS / "architecture" / "where-to-find-things.md"
 
 
-def test_the_files_that_pages_name_exist():
-    folders = (ROOT, ROOT / "qccl", ROOT / "qccl" / "collectives", DOCS)
-    named = [
-        (p, each) for p in NAMES_FILES for each in re.findall(r"`([\w./-]+(?:\.(?:py|h|cpp|md)|/\w+))`", p.read_text())
-    ]
-    assert not [f"{page} names {path}" for page, path in named if not any((f / path).exists() for f in folders)]
+@functools.cache
+def members_of_classes() -> dict[str, set[str]]:
+    """What each class of qccl defines or sets, with what its bases do."""
+    found: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
+    for path in (ROOT / "qccl").rglob("*.py*"):
+        for node in ast.walk(ast.parse(path.read_text()) if path.suffix in (".py", ".pyi") else ast.Module()):
+            if isinstance(node, ast.ClassDef):
+                names = re.findall(r"def (\w+)|self\.(\w+)|^    (\w+)(?:: | = )", ast.unparse(node), re.MULTILINE)
+                found.setdefault(node.name, set()).update(name for each in names for name in each)
+                bases.setdefault(node.name, set()).update(re.findall(r"\w+", " ".join(map(ast.unparse, node.bases))))
+    for _ in range(4):
+        for name in found:
+            found[name] |= {member for base in bases[name] & found.keys() for member in found[base]}
+    return found
+
+
+@pytest.mark.parametrize("page", NAMES_FILES, ids=lambda page: page.name)
+def test_what_pages_name_exists(page):
+    """Files, from the root on the page about all of them; members of classes; names that are in a file."""
+    text, members = page.read_text(), members_of_classes()
+    native = "\n".join(path.read_text() for path in (ROOT / "kernels").rglob("*.[hc]*"))
+    folders = (ROOT,) if page == WHERE else (ROOT, ROOT / "qccl", ROOT / "qccl" / "collectives", DOCS)
+    paths = re.findall(r"`([\w./-]+(?:\.(?:py|h|cpp|md)|/\w+))`", text)
+    faults = [path for path in paths if not any((folder / path).exists() for folder in folders)]
+    for owner, member in re.findall(r"`([A-Z]\w+)\.(\w+)(?:\([^`]*\))?`", text):
+        if member != "txt" and member not in members.get(owner, set()):
+            faults.append(f"{owner}.{member}")
+    for owner, member in re.findall(r"`(\w+)::(\w+)(?:\([^`]*\))?`", text):
+        if f"{owner}::{member}(" not in native:
+            faults.append(f"{owner}::{member}")
+    for name, path in re.findall(r"`(\w+)(?:\(\))?` (?:in |\()`(\w[\w/]*\.(?:py|h|cpp))`", text):
+        if (ROOT / path).exists() and not re.search(rf"\b{name}\b", (ROOT / path).read_text()):
+            faults.append(f"{name} in {path}")
+    assert not faults, faults

@@ -50,7 +50,7 @@ def choose_way(transport: str | None, plain: str | None = None, backend: str = "
 def obstacle(transport: str) -> str:
     """Say why this machine cannot start ranks that use ``transport``; an empty text if it can."""
     if transport == "mpi":
-        return choice.failure(find_mpiexec)
+        return choice.reason_of(find_mpiexec)
     return "" if transport == "loopback" else choice.obstacle(transport)
 
 
