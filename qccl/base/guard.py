@@ -2,14 +2,14 @@
 
 Python runs the handlers of signals in the main thread when a function begins, after a call, and at the end of a loop's
 body. Other threads can raise exceptions there, too. A ``try`` does not cover the moment at which it is entered or left.
-So every method with which a program uses a communicator has a guard. To save a function, calls and runs of plans have
-theirs in Session.start(), and waits in Work._block(): nothing is sent before the guard, and only a ``return`` follows
-it, before which Python runs no handler.
+So every use of a communicator has a guard. Most methods have guarded(). Calls and runs of plans have their guard in
+Session.start(), and waits in Work._block(), which saves a function: nothing is sent before the guard, and only a
+``return`` follows it, before which Python runs no handler.
 
 - ``Session.unsettled`` has a mark for each thread that has begun something and not settled it. A thread sets its mark
-  before its call takes a number, so before anything is sent. Only its guard sets the mark back: with its last
-  statement, when the caller has the result or the Work, or when the other ranks were told. Code that refuses a call
-  sets it back, too, because nothing has happened then. No thread changes the mark of another one that is at work:
+  before its call takes a number, so before anything is sent. Its guard sets the mark back with its last statement,
+  when the caller has the result or the Work, or when the other ranks were told. Code that refuses a call sets the mark
+  back earlier, because nothing has happened then. No thread changes the mark of another one that is at work:
   one may wait for a Work, or call its functions, while another one makes calls.
 - An exception that reaches the guard after the thread has set a mark ends the group (Session.interrupted). Here every
   later use raises an error, and the others raise PeerLost now. If there is no mark, nothing was sent.
@@ -30,7 +30,7 @@ from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar, cast
 
-__all__ = ["Guarded", "Mark", "abandoned", "guarded", "is_guard", "is_inside", "release_all"]
+__all__ = ["Guarded", "Mark", "abandoned", "guarded", "is_inside", "register_guard", "release_all"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -51,8 +51,11 @@ class Guarded(Protocol):
     def check_abandoned(self) -> None:
         """End the group if there is a mark that no thread is working on."""
 
-    def interrupted(self, error: BaseException, before: Mark | None) -> None:
-        """Clean up after an exception has left a call; ``before`` was this thread's mark when the call began."""
+    def interrupted(self, error: BaseException, before: Mark | None, number: int | None = None) -> None:
+        """Clean up after an exception has left a call; ``before`` was this thread's mark when the call began.
+
+        ``number``: the number of the group's next call at that time, if the guard knows it.
+        """
 
 
 class Lock(Protocol):
@@ -83,11 +86,11 @@ def guarded(method: _F) -> _F:
             del unsettled[thread]
         return result
 
-    is_guard(call)
+    register_guard(call)
     return cast(_F, call)
 
 
-def is_guard(function: Any, *, settles: bool = True) -> None:
+def register_guard(function: Any, *, settles: bool = True) -> None:
     """Let abandoned() and is_inside() find the frames of a function that does the same as guarded().
 
     They read the variables ``session`` and, if the function ``settles`` marks, ``before`` of its frame. Raises

@@ -7,7 +7,7 @@ from typing import Any
 
 from qccl.base.errors import ArgumentError
 from qccl.collectives import CollectiveSpec, for_nodes, ways
-from qccl.communicator.profile import CallChoice, CallKind, GroupProfile, choose, kind_of
+from qccl.communicator.profile import CallChoice, CallKind, GroupProfile, fastest, kind_of
 from qccl.communicator.session import Session
 
 __all__ = ["Chooser"]
@@ -44,7 +44,7 @@ class Chooser:
         the caller's, on CUDA. Raises ArgumentError for a call that cannot choose its codec, or not now.
         """
         if len(specs) == 1:
-            found = None if self._loaded is None else choose(self._loaded, specs, nodes)
+            found = None if self._loaded is None else fastest(self._loaded, specs, nodes)
             return found or CallChoice(for_nodes(specs[0], nodes))
         if self._session.size == 1:
             return CallChoice(specs[0])
@@ -58,7 +58,7 @@ class Chooser:
             self._measure(kind, specs, nodes, stream)
         if refusal := self._refusals.get(kind):
             return CallChoice(for_nodes(specs[0], nodes), refusal=refusal)
-        found = choose(self.profile, specs, nodes)
+        found = fastest(self.profile, specs, nodes)
         assert found is not None  # measured
         return found
 

@@ -25,7 +25,7 @@ from qccl.base.files import read_file, writing
 from qccl.codecs import NoCodec
 from qccl.collectives import CollectiveSpec, spec_of_plan, ways
 
-__all__ = ["MARGIN", "CallChoice", "CallKind", "Curve", "GroupProfile", "Label", "Prediction", "choose", "kind_of"]
+__all__ = ["MARGIN", "CallChoice", "CallKind", "Curve", "GroupProfile", "Label", "Prediction", "fastest", "kind_of"]
 
 #: a codec must save this part of the time without a codec
 MARGIN = 0.03
@@ -240,7 +240,7 @@ class CallChoice:
         return f"by the times of the group's profile: {', '.join(times)}{needed}"
 
 
-def choose(profile: GroupProfile, specs: Sequence[CollectiveSpec], node_ids: Sequence[int]) -> CallChoice | None:
+def fastest(profile: GroupProfile, specs: Sequence[CollectiveSpec], node_ids: Sequence[int]) -> CallChoice | None:
     """Choose the fastest way to make one of these calls; None if the profile has no times for them.
 
     ``specs`` are a call with one codec, or a call without and the same with a codec. The codec is chosen if it saves at

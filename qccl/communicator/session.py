@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from qccl.base.arrays import Values
 from qccl.base.errors import ArgumentError, EngineError, PeerLost, QcclError, gave_up
-from qccl.base.guard import Mark, abandoned, is_guard, is_inside
+from qccl.base.guard import Mark, abandoned, is_inside, register_guard
 from qccl.base.lifetime import Registry
 from qccl.collectives import CollectiveSpec
 from qccl.communicator.programs import Compiled, ProgramCache
@@ -384,5 +384,5 @@ def _forked(session: Session) -> None:
     session._is_recorded = True
 
 
-is_guard(Session.start)
+register_guard(Session.start)
 _sessions = Registry(at_fork=_forked)

@@ -8,7 +8,7 @@ from threading import get_ident
 from typing import Any
 
 from qccl.base.errors import ArgumentError, CollectiveTimeout, QcclError
-from qccl.base.guard import guarded, is_guard
+from qccl.base.guard import guarded, register_guard
 from qccl.collectives.arguments import timeout_of
 from qccl.communicator.dynamo import not_traced
 from qccl.communicator.session import Session
@@ -247,8 +247,8 @@ class Work:
             self._check = None
 
 
-is_guard(Work._block)
-is_guard(Work._call_back, settles=False)
+register_guard(Work._block)
+register_guard(Work._call_back, settles=False)
 
 
 class _Unraisable:

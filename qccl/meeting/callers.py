@@ -149,8 +149,8 @@ class Callers(ABC, Generic[_C]):
                     self._make_room()
         return ""
 
-    def bound(self) -> None:
-        """Drop callers that are too late."""
+    def drop_late(self) -> None:
+        """Drop the callers whose time is over."""
         now = time.monotonic()
         for each in [each for each in (*self._unknown, *self._known) if each.until.end < now]:
             self.drop(each, "it says nothing, or too slowly")

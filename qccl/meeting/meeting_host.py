@@ -95,7 +95,7 @@ class MeetingHost(Callers[_Caller]):
             if deadline.is_over:
                 who = f"ranks {_some(self._missing())}"
                 raise CollectiveTimeout(f"{who} did not come to rank 0 within {deadline.seconds} s{self._why}")
-            self.bound()
+            self.drop_late()
             if self._notes is None and len(self._ranks) == self._size - 1 and not self._rivals:
                 self._notes = self._make_answer()
             if self._notes is not None:

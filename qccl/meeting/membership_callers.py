@@ -77,7 +77,7 @@ class MembershipCallers(Callers[MembershipCaller]):
         for caller in (*self._unknown, *self._known):
             if caller in self:
                 self._hear(caller)
-        self.bound()
+        self.drop_late()
 
     def _welcome(self, connection: socket.socket) -> MembershipCaller:
         caller = MembershipCaller(connection, self._keys)

@@ -21,7 +21,7 @@ from start_ranks import needs_ucx, start_plain
 from thread_ranks import on_ranks
 
 import qccl
-from qccl.base.guard import guarded, is_guard
+from qccl.base.guard import guarded, register_guard
 from qccl.communicator.session import Session
 
 pytestmark = pytest.mark.usefixtures("threads_end")
@@ -322,4 +322,4 @@ def test_a_guard_without_the_variables_that_are_read_is_refused():
         return session, earlier
 
     with pytest.raises(TypeError, match=r"renamed lacks the variables \['before'\]"):
-        is_guard(renamed)
+        register_guard(renamed)

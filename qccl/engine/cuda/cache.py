@@ -23,7 +23,7 @@ from pathlib import Path
 
 from qccl.base.files import reading, replacing
 
-__all__ = ["compiled", "folder"]
+__all__ = ["folder", "load_or_make"]
 
 #: the most bytes of a file that is read: ten times the largest kernel
 _MOST_NBYTES = 64 << 20
@@ -41,7 +41,7 @@ def folder() -> Path | None:
         return None
 
 
-def compiled(inputs: Iterable[str], make: Callable[[], tuple[bytes, str]]) -> tuple[bytes, str]:
+def load_or_make(inputs: Iterable[str], make: Callable[[], tuple[bytes, str]]) -> tuple[bytes, str]:
     """Read a kernel's binary and its mangled name from the file of these inputs, or make and write them."""
     digest = hashlib.sha256(json.dumps(list(inputs)).encode()).hexdigest()
     with _opened(folder()) as place:

@@ -57,4 +57,4 @@ def _compiled(name: str, more: tuple[str, ...]) -> tuple[bytes, str]:
 
     version, capability = cupy.cuda.nvrtc.getVersion(), cupy.cuda.Device().compute_capability
     how = os.environ.get("CUPY_COMPILE_WITH_PTX", "")
-    return cuda_cache.compiled([code, *options, cupy.__version__, str(version), capability, how], compile_it)
+    return cuda_cache.load_or_make([code, *options, cupy.__version__, str(version), capability, how], compile_it)

@@ -168,7 +168,7 @@ class PtxEmulator:
             return program.ptx().encode(), json.dumps([program.mangled(name) for name in new])
 
         key = ["ptx", str(self._library.version), code, *self._options, *options]
-        ptx, mangled = compile() if self._headers else cache.compiled(key, compile)
+        ptx, mangled = compile() if self._headers else cache.load_or_make(key, compile)
         module = Module(ptx.decode())
         self._modules |= {name: (module, entry) for name, entry in zip(new, json.loads(mangled), strict=True)}
 
