@@ -1,7 +1,8 @@
-"""Decorators that give a codec state from call to call: error feedback and momentum.
+"""The decorators +ef and +nesterov, codecs with state; collectives/feedback.py adds their state to schedules.
 
-A decorated codec has the sizes and bytes of the codec inside. All-reduce in one or two levels, reduce-scatter and peer
-exchange take it, and store its state by a key; ``docs/algorithms.md`` describes their use of it.
+They give a codec state from call to call: error feedback and momentum. A decorated codec has the sizes and bytes of the
+codec inside. All-reduce in one or two levels, reduce-scatter and peer exchange take it, and store its state by a key;
+``docs/algorithms.md`` describes their use of it.
 """
 
 from __future__ import annotations

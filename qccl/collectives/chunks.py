@@ -27,8 +27,7 @@ class ChunkPolicy:
     Attributes:
         values: bytes of a chunk's values, counted as float32; None: the bytes of codes decide.
         small: most bytes of codes in a small chunk.
-        small_sent: like ``small``, for all messages that a rank sends in a round for one chunk, on average; there is
-            one message for each other part.
+        small_sent: like ``small``, for the bytes that a rank sends in a round for one chunk: a code to each other part.
         enough: most chunks of a part, unless ``large`` or ``slots`` demand more.
         enough_alone: like ``enough``, for a vector that is a single part: one rank sends or receives it as a whole, or
             ranks pass it on, as in a broadcast; 0: ``enough``.

@@ -123,7 +123,7 @@ class HierarchicalSpec(CollectiveSpec):
         return shown
 
     def state_owner(self, algorithm: str) -> str:
-        """Add the algorithm between nodes; ``algorithm`` is the schedule's name."""
+        """See CollectiveSpec; the text has the algorithm between nodes, and not the schedule's name ``algorithm``."""
         return CollectiveSpec.state_owner(self, self.levels().algorithm)
 
     def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
@@ -233,10 +233,10 @@ def hierarchical(
         encode = partial(encode_row, slots, source=target, round_number=3)
         rounds, last = [slots], [(0, encode), (0, partial(decode_row, slots, target=target, round_number=3))]
     if len(owners) > 1:
-        part = encoding([(shard,) for shard in shards_of_part[node.index]], between)
+        across = encoding([(shard,) for shard in shards_of_part[node.index]], between)
         source, others = target if node.size > 1 else buffers.source, RankGroup(group.rank, owners)
         found, made = stages_of(
-            levels.algorithm, others, part, between, combine, source, target, prefix="inter.", round_number=1
+            levels.algorithm, others, across, between, combine, source, target, prefix="inter.", round_number=1
         )
         stages += [(lag + late, stage) for late, stage in found]
         rounds += made

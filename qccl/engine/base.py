@@ -229,7 +229,7 @@ class Engine(Protocol):
     def fail(self, error: QcclError) -> None:
         """End the group: fail all runs under way, here and as far as possible on the other ranks. Idempotent.
 
-        Only the first error counts; the caller may not have seen it yet.
+        Only the group's first error counts, which may be another one that the caller does not know yet.
         """
 
     def records(self) -> list[CallRecord]:

@@ -1,4 +1,7 @@
-"""Checks of a schedule and of the addresses of its runs, for both engines."""
+"""What both engines check in programs: a schedule before it is compiled, and the addresses of each run.
+
+The proof that a schedule is right is verify() in collectives/analysis/, which tests call.
+"""
 
 from __future__ import annotations
 

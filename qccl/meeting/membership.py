@@ -3,12 +3,12 @@
 Events go in (a message came, a connection was lost, time has passed), and actions come out, which regroup.py executes.
 
 Every process has a listening socket, whose address all ranks of its group know from the start, so any rank may be lost.
-The groups that follow each other are numbered by epochs. agree() decides the next one as Paxos does. The lowest rank
-that answers coordinates: the others call it. With its call each promises the coordinator's next ballot, as the rank
-knows it, and reports what it has accepted before. The coordinator waits for all, asks them to accept a list of members,
-and announces the list when all have accepted. If the promises are not all of one ballot that is new to the coordinator,
-it first asks all to promise another one. If the coordinator is lost, the others call the next rank, which must propose
-what any of them has accepted.
+An *epoch* is the number of a group: each group has the next one. The ranks agree on the members of the next group by
+Paxos. The lowest rank that answers coordinates, and the others call it. By its call a rank promises the ballot that it
+takes for the coordinator's next one, and reports what it has accepted before. The coordinator waits for all, asks them
+to accept a list of members, and announces the list when all have accepted. If the promises are not all of one ballot
+that is new to the coordinator, it first asks all to promise another one. If the coordinator is lost, the others call
+the next rank, which must propose what any of them has accepted.
 
 There is never a second group, with one exception below. A list needs the promise and the acceptance of the same ranks,
 and these are either
@@ -62,7 +62,8 @@ __all__ = ["Action", "Agreement", "Membership", "Own", "expect"]
 
 #: seconds until the next call after a machine did not answer
 _FAR_SECONDS = 1.0
-#: seconds until a silent leader is called again: an exception there may have lost a call. Doubled with each call
+#: seconds until a silent coordinator is called again, because an exception there may have dropped the first call;
+#: doubled with each call
 _UNANSWERED_SECONDS = 2.0
 #: seconds that a rank waits longer than its coordinator
 _MARGIN_SECONDS = 5.0

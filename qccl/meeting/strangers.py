@@ -12,12 +12,12 @@ import logging
 __all__ = ["NotARank", "printable", "report"]
 
 _log = logging.getLogger("qccl")
-#: the causes logged so far; only texts of this program, so there are few
+#: the causes logged so far: texts of this program, never of a stranger, so the set stays small
 _reported: set[str] = set()
 
 
 class NotARank(ConnectionError):
-    """The other side sent a message that no rank sends, or none sends now. The text is the cause."""
+    """The other side sent a message that no rank sends, or that no rank sends at this moment; the text says which."""
 
 
 def report(cause: str) -> None:

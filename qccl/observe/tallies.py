@@ -117,7 +117,9 @@ def traffic(schedule: Schedule) -> Traffic:
             elements = 0 if values is None else values.stop - values.start
             codes[span.buffer].put(_Code(span.start, span.stop, elements))
 
-    for op in reversed(schedule.ops):  # received codes; backwards, so that the first use of a slot counts
+    for op in reversed(
+        schedule.ops
+    ):  # codes that arrive, by what reads them; backwards, so that the first reader counts
         if isinstance(op, Decode):
             put(op.wire, op.dst)
         elif isinstance(op, Reduce):

@@ -1,7 +1,7 @@
 """Error feedback under a GradScaler: residuals follow its factor, and a step that it skips changes no residual.
 
 GradScaler multiplies the loss by a factor S, so gradients and residuals are S times too large, and the optimiser
-divides by S. So lr / S takes the place of the learning rate, by which residuals are divided (communicator/state.py).
+divides by S. So lr / S takes the place of the learning rate, by which residuals are divided (schedule.Reduce).
 When a gradient is not finite, GradScaler skips the whole step; but a call of qccl keeps the old state only if its own
 result is not finite, and a step has several calls.
 

@@ -70,7 +70,7 @@ class Group(ABC):
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """After a failure: cancel the transfers under way, so that the process can exit. Never blocks."""
+        """After a failure: cancel the transfers under way, so that the process can exit. Blocks for 0.1 s at most."""
 
     @abstractmethod
     def close(self) -> None:
@@ -103,7 +103,7 @@ class Group(ABC):
         """The error of a method of Communicator that needs another library."""
         return EngineError(
             f"{what} is not possible over {self.name}; use UCX: install qccl[ucx], and start the program without "
-            f"MPI or set QCCL_TRANSPORT=ucx"
+            f"MPI or set QCCL_TRANSPORT=ucx (between sites: QCCL_TRANSPORT=wan)"
         )
 
 

@@ -1,6 +1,7 @@
 """The verifier: proves, with no engine and no data, that the schedules of all ranks compute what they should.
 
-It looks at all ranks' schedules at once, in time that grows linearly with the operations:
+Tests and authors of collectives call verify(); the library does not. The verifier looks at all ranks' schedules at
+once, in time that grows linearly with the operations:
 
 1. Each operation by itself: its spans are not empty, lie inside buffers of the right kind and fit the codec's sizes;
    the caller's input is not written; spans that one operation uses concurrently (the transfers of an Exchange; the
@@ -72,8 +73,9 @@ def verify(
     expect: Callable[[Schedule], Iterable[Postcondition]] = allreduce,
     given: Callable[[Schedule], Iterable[Precondition]] | None = None,
 ) -> None:
-    """Raise VerificationError unless the schedules (of all ranks, in rank order) are right under all ``rules``.
+    """Raise VerificationError unless the schedules (of all ranks, in rank order) are right.
 
+    Progress is proved under MPI's rules, and under NCCL's if ``rules`` has "nccl".
     ``expect`` gives each rank's postconditions and ``given`` its preconditions (None: its own input in its input
     buffers or, without these, in its outputs).
     """

@@ -44,12 +44,14 @@ LR_WORD = 30
 CALL_WORD = 31
 MEMORY_WORDS = 32
 
-#: the first kernel of every run, which stores the call's number; arguments: address of CALL_NBYTES (number, count) or
-#: null, u64 number, u32 replay, address of the flags (flags.py), u32 number of the run
+#: the first kernel of every run, which stores the call's number (qccl_begin in kernels/cuda/run.h). Its arguments: the
+#: address of CALL_NBYTES bytes for that number and the count of replays, or null; u64 the number; u32 whether it is a
+#: replay of a graph; the address of the flags (flags.py); u32 the number of the run
 BEGIN_KERNEL = "qccl_begin"
 CALL_NBYTES = 16
-#: the last kernel of every run, one block, which poisons the results after a failure; arguments: Memory, address of the
-#: sizes of results in bytes, u32 replay, address of the flags, u32 number of the run, u32 number of sizes
+#: the last kernel of every run, one block, which poisons the results after a failure (qccl_end there). Its arguments:
+#: Memory; the address of the sizes of results in bytes; u32 whether it is a replay; the address of the flags; u32 the
+#: number of the run; u32 the number of sizes
 END_KERNEL = "qccl_end"
 
 #: NVRTC's option for the kernels of programs with more buffers than DIRECT_BUFFERS
