@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from itertools import count as naturals
 
 from qccl.base.dtypes import FLOAT32
 from qccl.base.errors import ArgumentError
 from qccl.codecs.base import Codec
 
-__all__ = ["BETWEEN_SITES", "DEFAULT_DEPTH", "GPU", "NETWORK", "ChunkPolicy", "shared_memory"]
+__all__ = ["BETWEEN_SITES", "DEFAULT_DEPTH", "GPU", "NETWORK", "ChunkPolicy", "shared_memory", "size_before"]
 
 #: wire slots per peer. If all chunks were posted at once, the second round would queue behind the first in TCP. Two to
 #: eight slots take the same time, so a few large ones are better than many small ones
@@ -71,9 +72,31 @@ class ChunkPolicy:
         enough = self.enough if parts > 1 else self.enough_alone or self.enough
         return max(1, min(small, max(large, enough), granules))
 
+    def ramped(self, granules: int, parts: int, codec: Codec) -> tuple[int, int]:
+        """Like chunks(), for two levels: the number of chunks, and the ratio of the largest one to the first.
+
+        If chunks grow, ``small`` and ``slots`` alone decide.
+        """
+        if not (self.ramp and codec.splittable):
+            return self.chunks(granules, parts, codec), 1
+        nbytes = codec.encoded_nbytes(granules * codec.granule, FLOAT32)
+        ramp = max(1, min(self.ramp, self.slot(parts) // self.small))
+        return next(n for n in naturals(1) if size_before(n, n, ramp) * self.small >= nbytes), ramp
+
     def slot(self, parts: int) -> int:
         """The bytes of codes in a chunk at which all wire slots of an all-reduce together have ``slots`` bytes."""
         return self.slots // (self.depth * (3 * parts - 2))
+
+
+def size_before(k: int, chunks: int, ramp: int) -> int:
+    """The total size of the first ``k`` of ``chunks`` ramped chunks, in units of the first one."""
+
+    def rise(n: int) -> int:
+        growing = min(n, ramp)
+        return growing * (growing + 1) // 2 + (n - growing) * ramp
+
+    half = (chunks + 1) // 2
+    return rise(k) if k <= half else rise(half) + rise(chunks - half) - rise(chunks - k)
 
 
 #: Over a network. A message costs 10 to 30 us over TCP, so few large chunks are better if the link is fast (10 Gbit/s,

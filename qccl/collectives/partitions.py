@@ -6,11 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from itertools import count as naturals
 
-from qccl.base.dtypes import FLOAT32
 from qccl.codecs.base import Codec
-from qccl.collectives.chunks import NETWORK, ChunkPolicy
+from qccl.collectives.chunks import NETWORK, ChunkPolicy, size_before
 
 __all__ = ["HOP_NBYTES", "Partition", "Segment", "partition", "partition_as_given"]
 
@@ -29,17 +27,6 @@ class Segment:
 
     def __len__(self) -> int:
         return self.stop - self.start
-
-
-def _before(k: int, chunks: int, ramp: int) -> int:
-    """The total size of the first ``k`` of ``chunks`` ramped chunks, in units of the first one."""
-
-    def rise(n: int) -> int:
-        growing = min(n, ramp)
-        return growing * (growing + 1) // 2 + (n - growing) * ramp
-
-    half = (chunks + 1) // 2
-    return rise(k) if k <= half else rise(half) + rise(chunks - half) - rise(chunks - k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +75,7 @@ class Partition:
             return
         low, high, whole = k, k + 1, chunks
         if self.ramp > 1:
-            low, high, whole = (_before(at, chunks, self.ramp) for at in (low, high, whole))
+            low, high, whole = (size_before(at, chunks, self.ramp) for at in (low, high, whole))
         length = self.bounds[shard + 1] - first
         begin, end = first + length * low // whole, first + length * high // whole
         for array, offset, count in self.ranges:
@@ -118,10 +105,8 @@ def partition(
     largest = -(-granules // parts)
     if not all([codec.splittable for codec in codecs]):
         chunks = 1
-    elif ramped and chunking.ramp:
-        nbytes = last.encoded_nbytes(largest * granule, FLOAT32)
-        ramp = max(1, min(chunking.ramp, chunking.slot(parts) // chunking.small))
-        chunks = next(n for n in naturals(1) if _before(n, n, ramp) * chunking.small >= nbytes)
+    elif ramped:
+        chunks, ramp = chunking.ramped(largest * granule // last.granule, parts, last)
     else:
         chunks = chunking.chunks(largest * granule // last.granule, parts, last)
     bounds = tuple(granules * part // parts for part in range(parts + 1))

@@ -1,4 +1,7 @@
-"""Owns the failure of a communicator: whether it has failed or was closed, and why. Nothing else keeps that."""
+"""Owns the end of a communicator: whether it has failed or was closed, and why.
+
+Transports keep errors of their own wires beside it, to raise them again: an engine makes such an error the failure.
+"""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ class HostEngine:
         self.end.check()
 
     def fail(self, error: QcclError) -> None:
-        """Fail all runs under way; the other ranks raise PeerLost with the error's text. See engine.base.Engine."""
+        """Fail all runs under way; the others raise PeerLost, or MismatchError after one, with the error's text."""
         if self.end.has_left:
             return
         self.end.fail(error)  # a thread that still drives raises this when it leaves the loop
@@ -226,7 +226,7 @@ class HostEngine:
     def retire(self, error: QcclError) -> None:
         """Fail, but keep the transport open: a rank may still need messages of a call that this rank has ended.
 
-        If runs are under way here, and after a failure, this is fail(). The engine's owner continues to drive the
+        If runs are under way here, or after a failure, this is fail(). The engine's owner continues to drive the
         transport.
         """
         if self.end.is_over or not self.is_idle:
