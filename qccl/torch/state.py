@@ -1,4 +1,4 @@
-"""The state of groups as tensors by the names of parameters: for torch.save(), and for groups of another size.
+"""The state of compress() as tensors by the names of parameters: for torch.save(), and for groups of another size.
 
 An element of a parameter's residual on a rank (qccl.collectives.feedback) is the error of the rank's own value, or, if
 the rank owns the element's sum, the error of that sum. The rank, the number of ranks and the group tell which it is, so
