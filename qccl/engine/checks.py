@@ -1,4 +1,4 @@
-"""What both engines check in programs: a schedule before it is compiled, and the addresses of each run.
+"""Checks that both engines make: of a schedule before it is compiled, and of the addresses of each run.
 
 The proof that a schedule is right is verify() in collectives/analysis/, which tests call.
 """

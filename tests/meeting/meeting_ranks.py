@@ -82,10 +82,10 @@ class Meeting:
     def start(self, rank: int, *key: bytes | None, port: int = 0) -> Future[list[bytes]]:
         """A rank, with another key if one is given; None is none."""
         found, place = [*key, self.key][0], ("127.0.0.1", port or self.port)
-        return self._pool.submit(gather, self.NOTES[rank], rank, 3, place, 60.0, JOB, key=found)
+        return self._pool.submit(gather, self.NOTES[rank], rank, 3, place, 60.0 * patience.factor(), JOB, key=found)
 
     def go_on(self, *others: int, port: int = 0) -> None:
         """The others come, ranks 1 and 2 in this order if none are named, and all meet; again if they have met."""
         found = [self.first or self.start(0), *(self.start(rank, port=port) for rank in others or (1, 2))]
         self.first = None
-        assert [each.result(60) for each in found] == [list(self.NOTES)] * 3
+        assert [each.result(60 * patience.factor()) for each in found] == [list(self.NOTES)] * 3
