@@ -1,4 +1,4 @@
-"""The collectives as methods on arrays, and the way of every call: found among earlier ones, or prepared."""
+"""The collectives as methods on arrays. A call is prepared, unless the table of calls has an equal earlier call."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ _PEER_EXCHANGE = Method(PeerExchangeSpec, "send_to", "replicas")
 
 
 class _Checks(NamedTuple):
-    """The part of a call beside running its program.
+    """The checks of a call before and after its program runs. They hold no array, so that none is kept alive.
 
     Attributes:
-        tensors: by their numbers among the arrays; each call checks them again.
-        inputs, outputs: for ``nonfinite="error"``; without the arrays themselves, which are not kept alive.
+        tensors: the PyTorch tensors among the arrays, each with its position; every call checks them again.
+        inputs, outputs: the memory that ``nonfinite="error"`` searches for NaN and infinity.
     """
 
     tensors: tuple[tuple[int, Values], ...]
@@ -64,7 +64,7 @@ class _Checks(NamedTuple):
     outputs: tuple[Values, ...]
 
 
-#: the parts of a call that equal arguments make equal; no checks, if the call is not asynchronous either
+#: a prepared call, which later calls with equal arguments reuse; without checks, if it needs none and is synchronous
 _Prepared = tuple[Compiled, Bound, Request, _Checks | None]
 
 
@@ -92,11 +92,12 @@ class Collectives:
             out: the array for the result, like ``x``; None means ``x`` itself.
             op: "sum", "avg" or "mean" (the global mean), "min" or "max"; or the same operation as NCCL's number, a
                 ReduceOp of torch.distributed, or an Op of mpi4py.
-            algorithm: "two_round", "one_shot", or "auto": by size; and in two levels, as hierarchical_allreduce(), if
-                ranks share nodes and that sends less between nodes. With codec="auto" or a loaded profile: the fastest.
-            codec: e.g. ``"minmax8"``, ``"minmax4:bucket=256"``, a dict of the same, or a Codec. "auto" is
-                the faster one of none and minmax8, and "auto:CODEC" of none and CODEC, by the group's profile(). The
-                first such call of a kind measures it.
+            algorithm: "two_round", "one_shot" or "auto". "auto" decides by size, and reduces in two levels like
+                hierarchical_allreduce() if ranks share nodes and this sends less between nodes. With codec="auto" or a
+                loaded profile, "auto" is the fastest algorithm.
+            codec: e.g. ``"minmax8"``, ``"minmax4:bucket=256"``, a dict of the same, or a Codec. "auto" is the faster
+                one of none and minmax8, and "auto:CODEC" the faster one of none and CODEC, by the group's profile().
+                The first such call of a collective and element type measures both.
             async_op: return a Work at once instead of the result. Do not write the array, or read the output, before
                 ``wait()`` has returned. Later calls on this communicator that use the same memory wait for it; calls on
                 other communicators do not. On the host, a PyTorch tensor can never be resized again, as after
@@ -111,7 +112,7 @@ class Collectives:
                 need it and keep state under it.
             lr: the learning rate by which the caller multiplies the result, if it changes from step to step. Errors of
                 earlier steps are then corrected at the rate of their own step. A result that is multiplied by 0 has
-                no effect, so a call with lr=0 leaves the residuals as they are and sends nothing of them.
+                no effect, so a call with lr=0 sends no residuals, and leaves them as they are.
             dtype: "bfloat16" reads an array of uint16 as bfloat16.
             stream: on CUDA, the stream (a number, or an object with ``__cuda_stream__``) that the call is ordered with;
                 None means the current stream of the library that made ``x``.
@@ -124,7 +125,7 @@ class Collectives:
 
         Raises:
             ArgumentError, CodecError, InvalidBufferError: an argument, a codec or an array is not allowed; nothing was
-                sent. ArgumentError also follows ``nonfinite="error"``, after the call has written the result. The
+                sent. With ``nonfinite="error"`` ArgumentError is also raised after the call has written the result. The
                 communicator stays usable.
             MismatchError: the ranks' calls differ; no array is changed.
             CollectiveTimeout: the call reached its deadline.
@@ -174,8 +175,8 @@ class Collectives:
 
         ``counts`` are the elements of each rank's part; None means equal parts. ``out`` receives this rank's part; None
         means this rank's part of ``x``, whose other parts do not change. With "+ef" each rank keeps the residuals of
-        what it sends; a rank changes its state if its ``x`` and its part of the result are finite. Other arguments: see
-        quantized_allreduce. Returns ``out`` (or ``x``), or its Work.
+        the values it sends; a rank changes its state if its ``x`` and its part of the result are finite. Other
+        arguments: see quantized_allreduce. Returns ``out`` (or ``x``), or its Work.
         """
         return self._call(_REDUCE_SCATTER, (x, out), (counts, op), options, x if out is None else out)
 
@@ -284,20 +285,21 @@ class Collectives:
         applied: Any = None,
         **options: Unpack[StateArrayOptions],
     ) -> Any:
-        """Send the code of ``z`` to some ranks and add it to ``applied``; add the codes of others to replicas.
+        """Send ``z``, encoded, to some ranks, and add the values that other ranks send to ``replicas``.
 
-        All ranks call it; each names its own peers. Data moves only along the edges of this directed graph.
+        All ranks make the call, and each names its own peers. The peers form a directed graph; data moves only along
+        its edges.
 
         - ``z`` is the array to send, such as the change of a model.
-        - ``send_to`` are the ranks that receive the code of ``z``: those that name this rank in ``replicas``.
-        - ``replicas`` has, for each rank that sends to this one, the array to which its decoded code is added.
-        - ``applied`` (None: no array) is the array to which this rank's own decoded code is added. If it was
-          bit-identical to its replicas on other ranks, it stays so.
+        - ``send_to`` are the ranks that receive ``z``; each of them names this rank in its ``replicas``.
+        - ``replicas`` has, for each rank that sends to this one, the array to which the decoded values are added.
+        - ``applied`` (None: no array) is the array to which this rank's own values are added, decoded as on its peers.
+          If ``applied`` was bit-identical to its replicas on other ranks, it stays so.
         - With "+ef" a sender keeps the residual of ``z``; it changes if ``z`` is finite. The state under a ``key``
           belongs to one ``send_to``, and to calls with ``applied`` or without.
 
-        Other arguments: see quantized_allreduce. Returns ``applied``, or the Work. If a rank names another that does
-        not name it, both raise MismatchError and change nothing; the others raise it now or in their next call.
+        Other arguments: see quantized_allreduce. Returns ``applied``, or the Work. If a rank names a peer that does
+        not name it, both raise MismatchError and change nothing; other ranks raise it now or in their next call.
         """
         if not isinstance(replicas, Mapping):
             raise ArgumentError(f"replicas must be a dict of arrays by rank, not {type(replicas).__name__}")
@@ -305,7 +307,7 @@ class Collectives:
             _PEER_EXCHANGE, (z, applied, *replicas.values()), (send_to, tuple(replicas)), options, applied
         )
 
-    # -- the way of every call ---------------------------------------------------------------------------------------
+    # -- the path of every call --------------------------------------------------------------------------------------
 
     def _call(self, method: Method, arrays: tuple[Any, ...], own: tuple[Any, ...], options: Any, result: Any) -> Any:
         """Make a call, and return ``result`` or its Work. Only the first call with equal arguments is prepared.
@@ -316,7 +318,7 @@ class Collectives:
         session, memory = self._session, self.memory
         if session.end.is_over or session.calling:
             self._check_usable()
-        # may be another one in each call
+        # not part of the table's key, because it may differ in each call
         lr = options.pop("lr") if "lr" in options and "lr" in method.parameters else None
         found = session.calls.find(method.name, arrays, own, options)
         prepared, views = found or self._prepare(method, arrays, own, options)
@@ -347,8 +349,8 @@ class Collectives:
 
     @guarded
     def _check_of(self, checks: _Checks) -> Callable[[], None]:
-        """A check to run after the call, which raises ArgumentError if the result is not finite."""
-        # "" while other calls are under way, which may be writing the input, and on CUDA, where the host would wait
+        """Return a function to call after the run: it raises ArgumentError if the result is not finite."""
+        # not while other calls are under way, which may be writing the input; nor on CUDA, where the host would wait
         own = text_about_inputs(self.memory, checks.inputs, self.rank) if self._session.engine.is_idle else ""
         return partial(refuse_nonfinite, self.memory, checks.outputs, own)
 
@@ -356,7 +358,7 @@ class Collectives:
     def _prepare(
         self, method: Method, arrays: tuple[Any, ...], given: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[_Prepared, list[Values]]:
-        """Check the arguments of a call, and let later calls find them; also returns the arrays' memory."""
+        """Check the arguments of a call, and add it to the table of calls; also returns the arrays' memory."""
         session, memory = self._session, self.memory
         options, own = method.complete(given, keywords)
         is_pointers = "count" in own
@@ -397,14 +399,14 @@ class Collectives:
         return prepared, values
 
     def _choose(self, specs: Sequence[CollectiveSpec], key: str | None, stream: Any = None) -> CallChoice:
-        """How the ranks make a call; ``specs`` has one for each codec that it may use."""
+        """Choose how the ranks make a call; ``specs`` has one spec for each codec that the call may use."""
         for spec in specs:
             check_key(spec.codec, key)
         return self._chooser.choose(specs, self.nodes, stream)
 
 
 def _request(how: CallOptions) -> Request:
-    """The request of a call with these options, which it checks."""
+    """Check the options of a call, and make its request of them."""
     nonfinite, trace = how["nonfinite"], how["trace"]
     if nonfinite not in ("propagate", "error"):
         raise ArgumentError(f'nonfinite={nonfinite!r} is not "propagate" or "error"')

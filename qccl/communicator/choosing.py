@@ -1,4 +1,4 @@
-"""Chooses codec and algorithm where a call says "auto": by the profile of the group, or by constants without one."""
+"""Chooses the codec and algorithm of a call that says "auto": by the group's profile, or by constants without one."""
 
 from __future__ import annotations
 
@@ -14,34 +14,39 @@ __all__ = ["Chooser"]
 
 
 class Chooser:
-    """The choices of one rank. All ranks make the same ones, because their profiles are the same.
+    """The choices of one rank. All ranks make the same choices, because their profiles are the same.
 
-    Calls with ``codec="auto"`` are measured when the first of their kind comes, unless the profile has them already. A
-    call that names its codec is decided by the profile that was loaded, and without one by constants: so the choice of
-    a call never changes.
+    The first call of a kind with ``codec="auto"`` measures, unless the profile has times of that kind. For a call that
+    names its codec the loaded profile decides, and constants if none was loaded. Later measurements are not used for
+    such a call, so that its algorithm never changes.
 
     Attributes:
-        profile: what was loaded, and what was measured since.
+        profile: all times, loaded or measured since.
     """
 
     def __init__(self, session: Session, profile: GroupProfile) -> None:
-        """``profile`` is that of this group, without times."""
+        """``profile``: this group's profile, without times."""
         self._session = session
         self._loaded: GroupProfile | None = None
-        self._refusals: dict[CallKind, str] = {}  # why calls of a kind were not measured
+        self._refusals: dict[CallKind, str] = {}  # why calls of a kind cannot be measured
         self.profile = profile
 
     def adopt(self, profile: GroupProfile) -> None:
-        """Collective: decide by a profile that was loaded. Raises ArgumentError, and MismatchError if others differ."""
+        """Collective: decide by a loaded profile.
+
+        Raises ArgumentError if it belongs to another group, and MismatchError if the ranks loaded different profiles.
+        """
         profile.check_group(self.profile)
         self._session.run_collective(f"agree on the profile {profile.digest()}", lambda: None)
         self._loaded = self.profile = profile
 
     def choose(self, specs: Sequence[CollectiveSpec], nodes: Sequence[int], stream: Any = None) -> CallChoice:
-        """How ranks on these nodes make a call: ``specs`` is it, or it without a codec and with the most lossy one.
+        """Choose how ranks on these nodes make a call.
 
-        With two specs it may be collective, and measure. If that is not possible, the call has no codec. ``stream`` is
-        the caller's, on CUDA. Raises ArgumentError for a call that cannot choose its codec, or not now.
+        ``specs`` has the call with the codec that it names; or, with codec="auto", the call with the codec none and
+        with the other codec. With two specs this may be collective, and measure calls; if that fails, the choice is
+        none. ``stream`` is the caller's, on CUDA. Raises ArgumentError if the collective has no codec="auto", or if the
+        call is being captured in a CUDA graph and must be measured first.
         """
         if len(specs) == 1:
             found = None if self._loaded is None else fastest(self._loaded, specs, nodes)

@@ -1,4 +1,4 @@
-"""The keywords of calls: those that the collectives share are declared once, with their types and defaults."""
+"""The keywords that collectives share, declared once, with their types and defaults."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Method:
-    """A function with which programs make the calls of a collective, on arrays or on pointers.
+    """A public function that makes calls of one collective, on arrays or on pointers.
 
     Attributes:
-        spec: checks its calls.
-        own: the names of the arguments that it hands on apart from ``**options`` (Collectives._call).
-        name: tells its calls from others.
-        parameters: their names, also of those that it takes by ``**options``.
+        spec: checks the calls.
+        own: the names of the arguments that the function passes to Collectives._call beside ``**options``.
+        name: the function's qualified name. The table of calls finds a call by it.
+        parameters: the names of all parameters, including the keywords in ``**options``.
     """
 
     def __init__(self, spec: type[CollectiveSpec], *own: str) -> None:
@@ -93,7 +93,7 @@ class Method:
         self.parameters: Collection[str] = ()
 
     def accepts(self, options: type) -> Callable[[_F], _F]:
-        """Decorate the function, which ends in ``**options: Unpack[...]``: its signature shows these keywords."""
+        """Decorate the function, which ends in ``**options: Unpack[...]``, to show these keywords in its signature."""
 
         def decorate(function: _F) -> _F:
             signature = inspect.signature(function)
@@ -111,10 +111,10 @@ class Method:
         return decorate
 
     def complete(self, own: Sequence[Any], options: Mapping[str, Any]) -> tuple[CallOptions, dict[str, Any]]:
-        """All options of a call, with defaults for those that are not given; and its own arguments, by their names.
+        """Return all options of a call, with defaults for missing ones; and the arguments ``own``, by their names.
 
-        A wrong keyword raises the TypeError that Python raises for a function without ``**``, and one of the last
-        release ArgumentError.
+        Raises TypeError for an unknown keyword, as Python does for a function without ``**``, and ArgumentError for a
+        keyword that was removed since the last release.
         """
         for name in options:
             if instead := KEYWORDS.get(f"qccl.{self.name.rpartition('.')[2]}({name})"):

@@ -29,16 +29,25 @@ _SOON = Request(Progress.SOON)
 
 
 class _Arrays(NamedTuple):
-    """The arrays of a plan's runs, by the names of the schedule's buffers, and what follows from them."""
+    """The arrays of a plan's runs, and everything prepared for them.
+
+    Attributes:
+        arrays: by the names of the schedule's buffers.
+        tensors: the PyTorch tensors among them, whose memory may be replaced between runs.
+        objects: the caller's array objects.
+        result: the return value of a run.
+        request: for run(); start() makes its own.
+        offset: Numbers.offset at the time of bind(). The text that the ranks compare contains it.
+    """
 
     arrays: Mapping[str, Values]
-    tensors: tuple[Values, ...]  # those of PyTorch, whose memory may be replaced
+    tensors: tuple[Values, ...]
     objects: tuple[Any, ...]
     result: Any
     compiled: Compiled
     bound: Bound
-    request: Request  # of run()
-    offset: int  # of the call numbers (Numbers.offset), which is part of the text that the ranks compare
+    request: Request
+    offset: int
 
 
 @not_traced
@@ -64,9 +73,9 @@ class Plan:
         self._session = session
         self._programs = ProgramCache(session.engine, (session.rank, session.size), session.calls)
         self._bound: _Arrays | None = None
-        self._is_prepared = False  # on all ranks, for arrays in or out of place
-        self._work: Work | None = None  # of the last run, if start() has made it
-        self._result: tuple[Any] | None = None  # of the last run, if run() has made it
+        self._is_prepared = False  # whether a first bind() has succeeded on all ranks
+        self._work: Work | None = None  # of the last run, if start() made that run
+        self._result: tuple[Any] | None = None  # of the last run, if run() made that run
         self._names = spec.buffers(session.rank, session.size).declared.keys()
         session.check_consistent(session.text_of(spec), spec.pairs(session.rank, session.size))
 
@@ -75,7 +84,7 @@ class Plan:
 
     @property
     def codec(self) -> str:
-        """The codec of its runs, as text: with ``codec="auto"`` the chosen one."""
+        """The codec of the plan's runs, as text; with ``codec="auto"`` the chosen codec."""
         return self.spec.codec.spec()
 
     @property
@@ -87,8 +96,8 @@ class Plan:
     def bind(self, x: Any, out: Any = None) -> Plan:
         """Set the arrays of later runs, as in the collective's method; returns the plan.
 
-        On CUDA the first one of a plan is collective: if a rank cannot prepare the plan, for example because its GPU
-        has no room, all raise EngineError. Then the plan can be bound again.
+        On CUDA the first bind() of a plan is collective: if a rank cannot prepare the plan, for example because its GPU
+        has no room, all ranks raise EngineError. The plan can then be bound again.
         """
         session, spec = self._session, self.spec
         session.check_usable()
@@ -103,9 +112,9 @@ class Plan:
 
     @guarded
     def bind_buffers(self, arrays: Mapping[str, Any], result: Any = None) -> Plan:
-        """bind() by the names of the buffers (CollectiveSpec.buffers()), also for several arrays.
+        """Bind arrays by the names of their buffers (CollectiveSpec.buffers()), also several inputs or outputs.
 
-        ``result`` is what run() returns. Raises as bind().
+        ``result`` is the return value of run(). Raises the errors of bind().
         """
         session, spec = self._session, self.spec
         session.check_usable()
@@ -129,7 +138,7 @@ class Plan:
 
     @guarded
     def _prepare(self, arrays: Mapping[str, Values], result: Any, key: str | None) -> _Arrays:
-        """The arrays of later runs, whose element types and counts were checked."""
+        """Prepare later runs on arrays whose element types and counts were checked."""
         first = not self._is_prepared
         _, compiled, bound = self._session.bind(self.spec, arrays, key, self._programs.get, again=first)
         self._is_prepared = True
@@ -146,10 +155,10 @@ class Plan:
         trace: list[TraceEvent] | None = None,
         lr: float | None = None,
     ) -> Work:
-        """Collective: start a run with the bound arrays, and return its Work. Arguments: see the method.
+        """Collective: start a run with the bound arrays, and return its Work. Arguments: see the collective's method.
 
-        On the host the progress thread drives it if the caller does not wait for it within some milliseconds. Raises
-        InvalidBufferError if a tensor's memory was replaced or resized after bind().
+        On the host the progress thread drives the run if the caller does not wait for it within some milliseconds.
+        Raises InvalidBufferError if a tensor's memory was replaced or resized after bind().
         """
         ready = self._ready()
         timeout = None if timeout is None else timeout_of(timeout)
@@ -169,7 +178,7 @@ class Plan:
         return work
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Work.wait() of the last run."""
+        """Wait for the last run, as Work.wait(), and return its result."""
         if self._work is not None and self._work._call >= 0:
             return self._work.wait(timeout)
         if self._result is None:
@@ -180,7 +189,7 @@ class Plan:
         return self._result[0]
 
     def run(self, *, lr: float | None = None) -> Any:
-        """Run once on the bound arrays and return the output array; as start() and wait(), in less time.
+        """Run once on the bound arrays and return the output array: like start() and wait(), in less time.
 
         Raises InvalidBufferError if a tensor's memory was replaced or resized after bind().
         """
@@ -206,7 +215,7 @@ class Plan:
         return self.bind(x, out).run(lr=lr)
 
     def _ready(self) -> _Arrays:
-        """The arrays and the Work of the next run."""
+        """Check that a run may begin, and return its arrays; bind them again after load_state_dict()."""
         session, bound, work = self._session, self._bound, self._work
         if session.end.is_over or session.calling:
             self._check_usable()
@@ -227,7 +236,7 @@ class Plan:
             raise ArgumentError("this plan is already running; wait() for it before starting it again")
 
     def is_active(self) -> bool:
-        """Whether a run is under way that must end before the next (never on CUDA). Makes no progress."""
+        """Whether a run is under way, and must end before the next one begins; never on CUDA. Does not advance it."""
         if self._bound is not None and self._bound.compiled.programs[0].users:
             return True
         return self._work is not None and self._work._is_under_way()
@@ -235,7 +244,7 @@ class Plan:
     def explain(self) -> str:
         """Which algorithm the ranks use and why, their chunks, and the bytes that this rank's node sends to others.
 
-        If the group's profile has decided, also the time that it predicts for each codec and algorithm.
+        If the group's profile decided, the text also has the predicted time of each codec and algorithm.
         """
         session, choice = self._session, self._choice
         return explain(self._asked, choice.spec, self._nodes, session.rank, session.engine.chunking, choice.reason())

@@ -41,7 +41,7 @@ def quantized_allreduce(
     """All-reduce on raw pointers, in the argument order of ncclAllReduce; equal pointers mean in place.
 
     A pointer is an int, a ctypes.c_void_p, or a ctypes array. ``datatype`` and ``op`` are names or NCCL's enum values;
-    ``stream`` 0 is CUDA's legacy default stream, and the only one on the host. The memory must stay valid until the
+    ``stream`` 0 is CUDA's legacy default stream; on the host 0 is the only value. The memory must stay valid until the
     call has ended. Returns the Work with ``async_op``, otherwise None.
     """
     if not isinstance(comm, Collectives):
@@ -68,7 +68,7 @@ def hierarchical_allreduce(
     algorithm: str = "auto",
     **options: Unpack[PointerOptions],
 ) -> Work | None:
-    """All-reduce in two levels (Communicator.hierarchical_allreduce) on raw pointers; see quantized_allreduce here."""
+    """All-reduce in two levels (Communicator.hierarchical_allreduce) on raw pointers, as in quantized_allreduce."""
     if not isinstance(comm, Collectives):
         _refuse(comm)
     own = count, datatype, stream, op, intra, layout, node_ids, inter, algorithm
@@ -89,7 +89,7 @@ def peer_exchange(
     applied: Pointer | None = None,
     **options: Unpack[StateOptions],
 ) -> Work | None:
-    """Communicator.peer_exchange on raw pointers, each to ``count`` elements; ``replicas`` has one for each peer."""
+    """Communicator.peer_exchange on raw pointers to ``count`` elements each; ``replicas`` has a pointer per peer."""
     if not isinstance(replicas, Mapping):
         raise ArgumentError(f"replicas must be a dict of pointers by rank, not {type(replicas).__name__}")
     if not isinstance(comm, Collectives):
@@ -100,4 +100,4 @@ def peer_exchange(
 
 
 def _refuse(comm: object) -> NoReturn:
-    raise ArgumentError(f"comm must be a Communicator, such as qccl.init() returns, not {comm!r}")
+    raise ArgumentError(f"comm must be a Communicator, as qccl.init() returns, not {comm!r}")

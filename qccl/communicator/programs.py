@@ -18,24 +18,25 @@ __all__ = ["Compiled", "ProgramCache"]
 
 #: bytes of workspace that the idle programs of one communicator may hold together
 CACHE_NBYTES = 256 << 20
-#: collectives with programs, and programs of one collective: so many of its calls are under way at once
+#: the most collectives whose programs are kept
 CACHE_COLLECTIVES = 512
+#: the most programs of one collective, and so the most of its calls that run at once
 CACHE_PROGRAMS = 16
 
 
 class Compiled:
     """The programs of one collective, on arrays in place or not, and the state of its codec.
 
-    A call takes a program that no other run uses. Where all are in use and there are CACHE_PROGRAMS, calls share one,
-    and run one after the other.
+    A call takes a program that no other run uses. If CACHE_PROGRAMS programs are all in use, calls share them, and run
+    one after the other.
 
     Attributes:
-        programs: as many as calls were under way at once.
-        keeps_state: the codec keeps state under a key; not every rank has some.
-        state: the elements and their type of each of this rank's state buffers, by its name.
-        owner: the text that state under a key belongs to.
+        programs: one for each call that was under way at the same time.
+        keeps_state: whether the codec keeps state under a key, even if this rank has no part of it.
+        state: this rank's state buffers by name: the number of elements, and their type.
+        owner: the text of the call that state under a key belongs to (Entry.call).
         sums: see StateStore.take().
-        used: number of the group's call that used it last.
+        used: the sequence number of the last call that used these programs.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Compiled:
         in_place: bool,
         is_counted: bool = True,
     ) -> None:
-        """``place``: this rank, and the number of ranks; ``is_counted``: its calls are part of the statistics."""
+        """``place``: this rank, and the number of ranks; ``is_counted``: the statistics count its runs."""
         self._engine, self._place, self.spec, self.in_place = engine, place, spec, in_place
         schedule = self.schedule()
         self.keeps_state = bool(spec.codec.state_names)
@@ -78,7 +79,7 @@ class Compiled:
         return self.spec.schedule(*self._place, in_place=self.in_place, chunking=self._engine.chunking)
 
     def another(self) -> Program:
-        """A program for a run while the first one is in use."""
+        """Find or compile a program for a run while the first program is in use."""
         for program in self.programs:
             if not program.users:
                 return program
@@ -91,13 +92,12 @@ class Compiled:
 class ProgramCache:
     """The programs of a communicator's calls, or of a plan's runs.
 
-    Programs that are idle, of the collectives that were used longest ago, are dropped if there are too many
-    collectives or too much workspace. Those of the last collective, and of calls under way, are kept, whatever their
-    size.
+    If there are too many collectives or too much workspace, the cache drops the idle programs of the collectives that
+    were used longest ago. It keeps the programs of the last collective and of calls under way, whatever their size.
     """
 
     def __init__(self, engine: Engine, place: tuple[int, int], calls: CallTable) -> None:
-        """``place``: this rank, and the number of ranks; ``calls`` are those that use programs of this cache."""
+        """``place``: this rank, and the number of ranks; ``calls``: the table whose calls use these programs."""
         self._engine, self._place, self._calls = engine, place, calls
         self._compiled: dict[tuple[CollectiveSpec, bool], Compiled] = {}
 

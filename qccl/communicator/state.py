@@ -25,7 +25,7 @@ Parts = Iterable[tuple[str, int, int]]
 Forms = Mapping[str, tuple[int, DType]]
 #: the parts of parameters by their names; those of one parameter have the same order and lengths under every key
 Places = Mapping[str, Sequence[tuple[str, int, int]]]
-#: the move of a call that takes over nothing from other keys
+#: for a call that takes over no parameters from other keys
 _NO_MOVE: tuple[Places, Mapping[str, Places]] = ({}, {})
 
 
@@ -60,15 +60,15 @@ class Entry:
     """The state under one key.
 
     Attributes:
-        call: the call that it belongs to.
+        call: the text of the calls that the state belongs to.
         lr: whether the calls give a learning rate; None before the first call.
         memory: by the name of the schedule's buffer.
         sums: the parts (buffer, start, stop) that have residuals of sums, which this rank owns; None before a call.
-        is_carried: it comes from another group, and no call has used it yet.
-        forms: those of the buffers that take() has found to be those of ``memory``.
+        is_carried: whether the state comes from an earlier group and no call of this one has used it.
+        forms: the forms that take() has compared with ``memory``; None for loaded state that no call has used.
         bound, whole: the memory of the last call with this key, without the state and with it; the session keeps them
             here because they end with the entry, and a change of ``memory`` must reset ``bound``.
-        resting: the memory of the last call with lr=0, which may still run, until the next such call.
+        resting: the buffers that the last call with lr=0 used in place of ``memory``, because the call may still run.
     """
 
     call: str
@@ -96,8 +96,8 @@ class StateStore:
 
     Attributes:
         entries: by key.
-        owners: the objects that have keys of their own.
-        moves: by key, what its next call takes over; see expect().
+        owners: the objects that own keys.
+        moves: by key, the parameters that the key's next call takes over; see expect().
     """
 
     def __init__(self, rank: int, size: int, allocate: Callable[[int], Persistent]) -> None:
@@ -116,7 +116,7 @@ class StateStore:
         return StateArray(self._allocate(count * dtype.itemsize), count, dtype)
 
     def _stored(self, values: np.ndarray, dtype: DType) -> StateArray:
-        """Float32 values in new memory, rounded to ``dtype``; 0 where that is not finite, as a call stores them."""
+        """Store float32 values in new memory, rounded to ``dtype``. As in a call, NaN and infinity become 0."""
         import numpy as np
 
         from qccl.codecs.floats import from_float32, to_float32
@@ -128,11 +128,11 @@ class StateStore:
         return array
 
     def take(self, key: str, call: str, forms: Forms, lr: float | None, sums: Parts = ()) -> Entry:
-        """The state of a call with buffers of these forms; zeros for a new key.
+        """Find the state for a call with buffers of these forms; a new key begins with zeros.
 
-        ``sums`` are the parts for residuals of sums, which this rank owns. No run may use the state that moves.
-        Raises ArgumentError if the state under this key belongs to another call, or to an owner that has not made the
-        key, or if only some calls give a learning rate.
+        ``sums`` are the parts of the buffers that hold residuals of sums, which this rank owns. No run may use the
+        state that moves (see expect()). Raises ArgumentError if the state under this key belongs to another call or to
+        an object's owner (Owners.check), or if only some calls give a learning rate.
         """
         self.owners.check(key)
         places, others = self.moves.get(key, _NO_MOVE)
@@ -167,9 +167,11 @@ class StateStore:
             )
 
     def expect(self, key: str, places: Places, others: Mapping[str, Places]) -> None:
-        """Let the next call with ``key``, whose state has these places, take over parameters from other keys.
+        """Let the next call with ``key`` take over parameters from the state of other keys.
 
-        Those of which nothing remains are deleted. Raises ArgumentError if the state of one has no such places.
+        ``places`` says where each parameter is in the state of ``key``, and ``others`` where it is under each other
+        key. A key whose parameters have all moved is deleted. Raises ArgumentError if the state under another key is
+        not as large as its places say.
         """
         for other, its_places in others.items():
             held = {name: array.count for name, array in self.entries[other].memory.items()}
@@ -184,10 +186,11 @@ class StateStore:
         self.moves[key] = places, others
 
     def _move(self, entry: Entry, places: Places, others: Mapping[str, Places]) -> None:
-        """Add to the parameters in ``entry`` what ``others`` have of them, which becomes zeros there.
+        """Move the parameters' values from ``others`` to ``entry``: add them there, and set the sources to zeros.
 
-        Of n ranks that average, the result lacks 1/n of each error of a rank's own values, and all of a sum's error. So
-        a residual of one kind that moves to where the other kind is gets the factor 1/n, or n.
+        In an average of n ranks, an error of one rank's own values counts 1/n, and an error of the sum counts in full.
+        So a residual of own values is divided by n where it becomes a residual of sums, and multiplied by n the other
+        way.
         """
         for key in others.keys() & self.entries.keys():
             source, its_places = self.entries[key], others[key]
@@ -203,13 +206,13 @@ class StateStore:
                 {name: self._stored(found[name][0], each.dtype) for name, each in held.memory.items()}
                 for held, found in ((entry, target), (source, given))
             ]
-            # in one statement, which no signal's handler interrupts: a residual must not be in both, or in none
+            # one statement, within which no signal handler runs: a residual must be in exactly one of the entries
             (entry.memory, source.memory), entry.bound, source.bound = moved, None, None
             if its_places.keys() <= places.keys():
                 del self.entries[key]
 
     def _in_units_of_own(self, entry: Entry) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """By the buffer's name: the values, and how many times an error of own values each counts."""
+        """Return by buffer name: the values, and the weight of each (1: residual of own values, n: of the sum)."""
         import numpy as np
 
         found = {}
@@ -221,9 +224,9 @@ class StateStore:
         return found
 
     def at_rest(self, entry: Entry) -> dict[str, StateArray]:
-        """The memory of a call with lr=0: zeros in place of the residuals, so they stay as they are.
+        """Return the state buffers for a call with lr=0: zeros in place of the residuals, which stay as they are.
 
-        The result of such a call changes no weights. A residual that it sent would be lost.
+        The result of such a call changes no weights, so a residual that it sent would be lost.
         """
         entry.resting = {
             name: self._zeros((array.count, array.dtype)) if name.startswith("residual") else array
@@ -232,7 +235,7 @@ class StateStore:
         return entry.resting
 
     def _check_loaded(self, key: str, entry: Entry, forms: Forms) -> None:
-        """Give a loaded state, which is float32, the call's element types. Raises ArgumentError for another one."""
+        """Convert a loaded state from float32 to the call's types. Raises ArgumentError if its sizes do not fit."""
         held, needed = {n: array.count for n, array in entry.memory.items()}, {n: form[0] for n, form in forms.items()}
         if held != needed:
             raise ArgumentError(
@@ -244,9 +247,9 @@ class StateStore:
                 entry.memory[name] = self._stored(entry.memory[name].floats(), dtype)
 
     def _settle(self, entry: Entry, call: str, forms: Forms, sums: Parts) -> Entry | None:
-        """The state of another group, as the first call with its key needs it; None if it does not fit the call.
+        """Adapt the state of an earlier group to its first call in this one; return None if it does not fit the call.
 
-        A rank alone keeps no residuals, so the call may need fewer buffers than there are, or more.
+        A group of one rank keeps no residuals, so the call may need fewer or more buffers than the state has.
         """
         if any(forms.get(n, form) != form for n, form in ((n, (a.count, a.dtype)) for n, a in entry.memory.items())):
             return None
@@ -258,7 +261,8 @@ class StateStore:
     def carry_over(self, other: StateStore) -> None:
         """Begin with the state of this rank in an earlier group.
 
-        The residuals of its own values stay, and its momenta. Those of sums are zero: another rank may own them now.
+        Momenta and residuals of the rank's own values stay. Residuals of sums become zero: another rank may own those
+        sums now.
         """
         for key, old in other.entries.items():
             if old.sums is None:
@@ -270,20 +274,20 @@ class StateStore:
             entry.clear(old.sums)
 
     def reset(self, key: str | None) -> None:
-        """Forget the state under a key (None: all). Raises ArgumentError for a key that has none."""
+        """Forget the state under a key (None: all keys). Raises ArgumentError for a key without state."""
         if key is None:
             self.entries.clear()
         elif not isinstance(key, str) or self.entries.pop(key, None) is None:
             raise ArgumentError(f"there is no state under key={key!r}; the keys are {_listed(self.entries)}")
 
     def forget_used(self, keys: Iterable[str]) -> None:
-        """Forget the state under some keys that calls have used, but not what was loaded since."""
+        """Forget the state under these keys, except loaded state that no call has used yet."""
         for key in keys:
             if key in self.entries and self.entries[key].forms is not None:
                 del self.entries[key]
 
     def drain(self, key: str) -> dict[str, np.ndarray]:
-        """The values under ``key`` by the buffer's name, as float32, when no run uses them; they become zeros."""
+        """Return the values under ``key`` by buffer name, as float32, and set them to zero. No run may use them."""
         entry, found = self.entries.get(key), {}
         for name, array in entry.memory.items() if entry is not None else ():
             found[name] = array.floats()
@@ -291,7 +295,7 @@ class StateStore:
         return found
 
     def keep(self, key: str) -> Callable[[], object]:
-        """A function that puts back the present state under ``key``, when no run uses it."""
+        """Return a function that restores the present state under ``key``. No run may use the state at either time."""
         entry = self.entries.get(key)
         if entry is None:
             return lambda: self.entries.pop(key, None)
@@ -321,7 +325,7 @@ class StateStore:
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace all state by the result of save() on this rank. Changes nothing if it raises ArgumentError."""
         if not isinstance(saved, Mapping):
-            raise ArgumentError(f"the keys' state is a dict by key, not {type(saved).__name__}")
+            raise ArgumentError(f"the state must be a dict by key, not {type(saved).__name__}")
         entries = {key: self._loaded(key, each) for key, each in saved.items()}
         self.entries = entries
         self.moves.clear()
@@ -340,7 +344,7 @@ class StateStore:
         if place != (self._rank, self._size):
             raise ArgumentError(
                 f"the state of key={key!r} belongs to rank {place[0]} of {place[1]}, and this is rank {self._rank} of "
-                f"{self._size}; residuals belong to a rank and its shard, so load each rank's own, or none"
+                f"{self._size}; residuals belong to one rank and its shard, so load each rank's own state, or none"
             )
         entry = Entry(call, lr)
         for name, array in arrays.items():
@@ -365,7 +369,7 @@ def _floats(values: Any) -> np.ndarray:
 
 
 def extents(places: Places) -> dict[str, int]:
-    """The elements of each buffer that consists of these places."""
+    """The number of elements of each buffer, if these places fill the buffers."""
     found: dict[str, int] = {}
     for name, _, stop in (span for spans in places.values() for span in spans):
         found[name] = max(stop, found.get(name, 0))
@@ -384,13 +388,13 @@ def check_key(codec: Codec, key: str | None) -> None:
 
 
 def lr_of(lr: float) -> float:
-    """A learning rate: 0 or a positive number, in fp32 as well. Raises ArgumentError for anything else."""
+    """Check that a learning rate is 0, or positive and in the range of fp32. Raises ArgumentError otherwise."""
     value = lr if type(lr) is float else as_real(lr)
     if value is None or not (2.0**-120 <= value <= 2.0**120 or value == 0):
         raise ArgumentError(
             f"lr must be the present learning rate, 0 or a positive number (2**-120 to 2**120), not {lr!r}"
         )
-    return float(value) or 0.0  # not -0.0: the ranks compare texts
+    return float(value) or 0.0  # -0.0 becomes 0.0, because the ranks compare texts
 
 
 def _listed(keys: Mapping[str, object]) -> str:

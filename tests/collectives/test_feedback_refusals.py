@@ -131,7 +131,7 @@ def test_a_call_that_fails_when_only_a_header_is_left_to_send_changes_nothing(mo
 @pytest.mark.parametrize(
     "spoil, reason",
     [
-        (lambda s: [s], "the keys' state is a dict by key, not list"),
+        (lambda s: [s], "the state must be a dict by key, not list"),
         (lambda s: s | {"a": {}}, "the state of key='a' is not one that state_dict.. returns"),
         (lambda s: s | {"a": 3}, "is not one that state_dict"),
         (lambda s: s | {"a": s["a"] | {"rank": 1 - s["a"]["rank"]}}, "belongs to rank . of 2, and this is rank . of 2"),
