@@ -1,9 +1,9 @@
-"""The cost of ``codec="auto"`` beside the best fixed choice: ``python bench/auto.py`` (takes 20 minutes; needs root).
+"""Compares ``codec="auto"`` with the best fixed choice: ``python bench/auto.py`` (takes 20 minutes; needs root).
 
-All-reduces on 2 and 4 ranks over UCX in the lab, for sizes of 1 KiB to 64 MiB: with each fixed codec and algorithm, and
-with "auto" and "auto:minmax4", in turns in one run. The first call makes the group's profile. Two of the links were not
-used while the choice was developed. A way is timed up to the size at which a call takes more than half a second, and
-from 4 MiB on only if it was not much slower than the fastest before.
+It times all-reduces of 1 KiB to 64 MiB on 2 and 4 ranks over UCX in the lab. The ways to call are each fixed codec and
+algorithm, "auto" and "auto:minmax4"; they take turns in one run. The group's profile is measured first. Two of the
+links were not used while the choice was developed. A way is timed up to the first size at which a call takes more than
+half a second, and beyond 4 MiB only while it takes at most 2.5 times as long as the fastest.
 
 ``--save`` writes docs/results/auto-<date>.json after each group of ranks; ``--resume`` keeps what today's file has.
 ``--write docs/results-collectives.md`` replaces that page's table and draws docs/auto.png from all rows.
@@ -27,9 +27,9 @@ from qccl.bench.params import format_size
 
 _ROOT = Path(__file__).parent.parent
 _SCRIPT = str(Path(__file__).parent / "auto_rank.py")
-#: links with their delays: those of the development, and others
+#: links with their delays: used while the choice was developed, and not used
 DEVELOPED, NEW = ("100mbit", "1gbit", "100mbit 25ms"), ("300mbit", "700mbit 2ms")
-#: the codecs among which each text with "auto" may choose
+#: the codecs that each spelling of "auto" chooses from
 AUTOS = {"auto": ("none", "minmax8"), "auto:minmax4": ("none", "minmax4")}
 _CODECS = ("none", "minmax8", "minmax4")
 COLUMNS = (
@@ -44,14 +44,14 @@ COLUMNS = (
     "its choice",
     "beside plain",
 )
-#: "auto" counts as good as the best fixed choice if its time is longer by at most this part
+#: "auto" counts as close to the best fixed choice if its time is longer by at most this share
 CLOSE = 0.05
 
 
 @click.command()
 @click.option("--ranks", default="2,4", show_default=True)
 @click.option("--networks", default=",".join(DEVELOPED + NEW), show_default=True)
-@click.option("--resume", is_flag=True, help="Keep what today's file has.")
+@click.option("--resume", is_flag=True, help="Keep the rows of today's file.")
 @click.option("--save", is_flag=True, help="Write the results file.")
 @click.option("--write", help="A page whose table is to be replaced: docs/results-collectives.md.")
 def main(**given: Any) -> None:
@@ -71,7 +71,7 @@ def main(**given: Any) -> None:
 
 
 def _timed(ranks: int, network: str) -> list[dict[str, Any]]:
-    """The rows of all sizes on a network, such as "100mbit 25ms"."""
+    """Measure all sizes on a network, such as "100mbit 25ms", and return the rows."""
     link, _, delay = network.partition(" ")
     lab = NetworkOptions(link=link, delay=parse_seconds(delay) if delay else None).lab(ranks)
     task = {"sizes": [1 << power for power in range(10, 27, 2)], "codecs": _CODECS, "autos": list(AUTOS)}
@@ -80,13 +80,14 @@ def _timed(ranks: int, network: str) -> list[dict[str, Any]]:
     return [{"ranks": ranks, "network": network} | {key: row[key] for key in keys} for row in rows]
 
 
-# -- what follows ------------------------------------------------------------------------------------------------------
+# -- the report --------------------------------------------------------------------------------------------------------
 
 
 def beside(row: dict[str, Any], auto: str) -> tuple[float, float, float | None]:
-    """The time with ``auto``, and that of the fixed choice that it took, over the best; and over the best plain one.
+    """Three ratios of times: ``auto`` / best fixed choice, its own choice / best fixed choice, ``auto`` / best plain.
 
-    The last is None where no plain call was timed, because it was much slower with a smaller size.
+    "Its own choice" is the fixed codec and algorithm that ``auto`` took. The last ratio is None if no plain call was
+    timed, because plain calls were much slower at a smaller size.
     """
     seconds = row["seconds"]
     fixed = {way: each for way, each in seconds.items() if way.split()[0] in AUTOS[auto] and " auto" not in way}
@@ -102,10 +103,10 @@ def report(document: dict[str, Any]) -> str:
     close = [sum(values[i] <= 1 + CLOSE for values in each) for i in range(2)]
     plain = [values[2] for values in each if values[2] is not None]
     verdict = (
-        f"Of {len(each)} cases {close[0]} took at most {CLOSE:.0%} longer than the best fixed choice. Two runs of one "
-        f"call differ, too: the fixed choice that auto took was within {CLOSE:.0%} of the best in {close[1]}. "
-        f"{sum(value <= 1.03 for value in plain)} of the {len(plain)} with plain times took at most 3% longer than the "
-        f"faster plain algorithm. Making a profile took {min(row['profiled'] for row in rows):.2f} to "
+        f"{close[0]} of {len(each)} cases took at most {CLOSE:.0%} longer than the best fixed choice. Two runs of the "
+        f"same call differ, too: in {close[1]} cases the fixed choice that auto took was within {CLOSE:.0%} of the "
+        f"best. {sum(value <= 1.03 for value in plain)} of the {len(plain)} cases with plain times took at most 3% "
+        f"longer than the faster plain algorithm. Making a profile took {min(row['profiled'] for row in rows):.2f} to "
         f"{max(row['profiled'] for row in rows):.2f} s."
     )
     return "\n".join(table(COLUMNS, _lines(rows))) + f"\n\n{verdict}\n\n" + measured_on(document["machine"])
@@ -131,7 +132,7 @@ def _percent(ratio: float) -> str:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """The times of "auto", of plain calls and of minmax8 over the best fixed choice, a panel for each network."""
+    """Draw the times of "auto", plain calls and minmax8 over the best fixed choice, in a panel for each network."""
     groups = {key: list(group) for key, group in itertools.groupby(rows, lambda row: (row["network"], row["ranks"]))}
     networks, ranks = (list(dict.fromkeys(key[i] for key in groups)) for i in range(2))
     figure = Figure(figsize=(3.6 * len(ranks), 0.4 + 1.9 * len(networks)), layout="constrained")
@@ -158,7 +159,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _relative(row: dict[str, Any], label: str) -> float | None:
-    """The faster algorithm with this label, over the best fixed choice of those of "auto"."""
+    """The time of the faster algorithm with this label over the time of the best fixed choice of "auto"."""
     prefix = {"auto": "auto auto", "plain": "none "}.get(label, f"{label} ")
     own = [each for way, each in row["seconds"].items() if way.startswith(prefix)]
     return min(own) / (row["seconds"]["auto auto"] / beside(row, "auto")[0]) if own else None

@@ -13,18 +13,18 @@ from runs import report
 import qccl
 
 _ALGORITHMS = ("one_shot", "two_round")
-#: the calls of one size are repeated, in turns: seconds in all, and the fewest and the most rounds
+#: of one size: seconds for all rounds, in which the ways take turns, and the fewest and the most rounds
 _SECONDS, _FEWEST, _MOST = 1.2, 3, 101
-#: short calls are timed in bursts: the calls of a burst, and the most seconds of a call that counts as short
+#: short calls are timed in bursts: the most calls of a burst, and the most seconds that they take together
 _BURST, _SHORT = 5, 0.1
-#: seconds of a call beyond which neither it nor larger sizes are timed
+#: seconds: a way is not timed at a size at which a call would take longer
 _TOO_LONG = 2.0
-#: bytes from which on a way is timed no more if it takes more than this many times as long as the fastest
+#: from this size in bytes on, a way is dropped if it takes more than so many times as long as the fastest
 _LARGE, _HOPELESS = 1 << 22, 2.5
 
 
 def main(task: dict[str, Any]) -> None:
-    """Rank 0 prints a row for each size."""
+    """Time all sizes; rank 0 reports a row for each."""
     with qccl.init("host", timeout=120) as comm:
         begin = time.monotonic()
         comm.profile()
@@ -35,7 +35,7 @@ def main(task: dict[str, Any]) -> None:
         for size in task["sizes"]:
             rows.append({"size": size, "profiled": profiled} | _timed(comm, size // 4, ways))
             seconds = {each: rows[-1]["seconds"][" ".join(each)] for each in ways}
-            # a way that takes too long with this size takes longer with the next, which is four times as large
+            # the next size is four times as large
             slowest = _TOO_LONG / 4 if size < _LARGE else min(_TOO_LONG / 4, _HOPELESS * min(seconds.values()))
             ways = [each for each in ways if seconds[each] < slowest]
             if any((codec, "auto") not in ways for codec in task["autos"]):
@@ -45,10 +45,10 @@ def main(task: dict[str, Any]) -> None:
 
 
 def _timed(comm: qccl.Communicator, count: int, ways: list[tuple[str, str]]) -> dict[str, Any]:
-    """The median time of each, and what "auto" has chosen."""
+    """Time each way; the row has the median times, and the codec and algorithm that "auto" chose."""
     x = np.random.default_rng(comm.rank).standard_normal(count, np.float32)
     out = np.empty_like(x)
-    for _ in range(2):  # the first ones prepare the calls
+    for _ in range(2):  # the first calls also compile programs
         once = _means(comm, [[_calls(comm, x, out, *each, 1)] for each in ways])
         if sum(once) > _SECONDS:
             break
@@ -69,8 +69,8 @@ def _timed(comm: qccl.Communicator, count: int, ways: list[tuple[str, str]]) -> 
 
 
 def _calls(comm: qccl.Communicator, x: np.ndarray, out: np.ndarray, codec: str, algorithm: str, burst: int) -> float:
-    """The mean time of ``burst`` calls in a row, after one that is not timed if there are several."""
-    comm.allgather(b"")  # ranks that left the calls before at different times would wait for each other
+    """The mean time of ``burst`` calls in a row; several calls follow an untimed one."""
+    comm.allgather(b"")  # brings the ranks in step, which leave a call at different times
     begin = time.perf_counter()
     for number in range(burst + (burst > 1)):
         if number == 1 and burst > 1:
@@ -80,7 +80,7 @@ def _calls(comm: qccl.Communicator, x: np.ndarray, out: np.ndarray, codec: str, 
 
 
 def _means(comm: qccl.Communicator, times: list[list[float]]) -> list[float]:
-    """For each way, the median of the rounds of the mean of the ranks; one waits longer by what another waits less."""
+    """For each way, the median over the rounds of the ranks' mean: one rank waits longer where another waits less."""
     ranks = [json.loads(each) for each in comm.allgather(json.dumps(times).encode())]
     return [float(np.median(np.mean(each, axis=0))) for each in zip(*ranks, strict=True)]
 

@@ -1,10 +1,10 @@
-"""Which congestion control wins when: ``python bench/congestion.py`` (takes 20 minutes; needs root).
+"""Compares TCP's congestion controls by rate of loss: ``python bench/congestion.py`` (takes 20 minutes; needs root).
 
 Two ranks in the lab make all-reduces of 4 MiB of float32 with ``minmax8`` behind links of 100 Mbit/s with a delay of
-25 ms in each direction, for each loss, TCP congestion control and transport. Beside them as many bytes go through
-several plain TCP sockets, in two rounds like those of the all-reduce. With ``--in-flight 20`` each measured time is
-that of 20 calls that are under way together. The losses are other ones in each of ``--rounds``
-runs; the table has the median of all calls, and the medians of the fastest and the slowest run.
+25 ms in each direction, for each loss, TCP congestion control and transport. For comparison, several plain TCP sockets
+carry as many bytes, in two rounds like those of the all-reduce. With ``--in-flight 20`` each measured time is that of
+20 concurrent calls. Each of the ``--rounds`` runs loses other packets; the table has the median of all calls, and the
+medians of the fastest and the slowest run.
 
 ``--save`` writes docs/results/congestion-<date>.json after each row; ``--write docs/howto/starting.md`` replaces that
 page's table.
@@ -27,7 +27,7 @@ from qccl.bench.lab.network import NetworkOptions
 from qccl.bench.params import parse_link, parse_loss, parse_size
 
 _SCRIPT = str(Path(__file__).parent / "congestion_rank.py")
-#: a transport of this table alone: as many plain sockets as --connections
+#: a column beside the transports: as many plain sockets as --connections
 SOCKETS = "sockets"
 
 
@@ -42,15 +42,15 @@ SOCKETS = "sockets"
 @click.option("--size", default="4M", show_default=True)
 @click.option("--in-flight", default=1, show_default=True, help="Calls that are started together.")
 @click.option("--codec", default="minmax8", show_default=True)
-@click.option("--rounds", default=3, show_default=True, help="Runs of each, with other losses.")
-@click.option("--calls", default=20, show_default=True, help="Calls in a run; fewer where they take more than 15 s.")
+@click.option("--rounds", default=3, show_default=True, help="Runs of each case; each loses other packets.")
+@click.option("--calls", default=20, show_default=True, help="Calls in a run; fewer if they would take more than 15 s.")
 @click.option("--save", is_flag=True, help="Write docs/results/congestion-<date>.json.")
 @click.option("--write", type=click.Path(exists=True, dir_okay=False), help="Replace the table of this page.")
 def main(**given: Any) -> None:
     """Print the table."""
     if given["connections"] and given["ranks"] != 2:
         raise click.UsageError("the plain sockets are between two ranks; add --connections 0")
-    of, rows = machine() | {"tcp": ""}, []  # the lab sets it
+    of, rows = machine() | {"tcp": ""}, []  # the lab sets the congestion control
     transports = [*given["transports"].split(","), *([SOCKETS] if given["connections"] else [])]
     columns = [(transport, tcp) for transport in transports for tcp in given["algorithms"].split(",")]
     for loss in given["losses"].split(","):
@@ -61,14 +61,14 @@ def main(**given: Any) -> None:
     body = list(_body(rows, len(columns)))
     print_table(head, body)
     print(
-        f"\nThe bytes alone need {_floor(given) * 1e3:.0f} ms, and two delays {2e3 * parse_seconds(given['delay']):g}."
+        f"\nThe bytes alone need {_floor(given) * 1e3:.0f} ms, two delays {2e3 * parse_seconds(given['delay']):g} ms."
     )
     if given["write"]:
         rewrite_table(given["write"], "python bench/congestion.py", document_table(head, body, of))
 
 
 def _measure(given: dict[str, Any], loss: str, transport: str, tcp: str) -> dict[str, Any]:
-    """The seconds of the calls of all runs, each with other losses."""
+    """Time the calls of all runs; each run loses other packets."""
     task = {key: given[key] for key in ("codec", "calls", "connections", "in_flight")}
     task |= {"transport": transport, "count": parse_size(given["size"]) // 4, "nbytes": _nbytes(given), "tcp": tcp}
     network = {"link": given["link"], "delay": parse_seconds(given["delay"]), "loss": parse_loss(loss), "tcp": tcp}
@@ -86,13 +86,13 @@ def _measure(given: dict[str, Any], loss: str, transport: str, tcp: str) -> dict
 
 
 def _nbytes(given: dict[str, Any]) -> int:
-    """The bytes that a rank sends in a measured time: in two rounds all codes but its own."""
+    """The bytes that a rank sends in one measured time: in each of two rounds, the codes of all shards but its own."""
     encoded = codecs.get(given["codec"]).encoded_nbytes(parse_size(given["size"]) // 4, "float32")
     return given["in_flight"] * 2 * encoded * (given["ranks"] - 1) // given["ranks"]
 
 
 def _floor(given: dict[str, Any]) -> float:
-    """Seconds of these bytes at the rate of the link."""
+    """The seconds that the bytes of one measured time take at the link's rate."""
     return _nbytes(given) / parse_link(given["link"]).rate
 
 
@@ -107,7 +107,7 @@ def _body(rows: Sequence[dict[str, Any]], columns: int) -> Iterator[list[str]]:
 
 
 def _cell(row: dict[str, Any]) -> str:
-    """The median in milliseconds, and those of the fastest and the slowest run."""
+    """The median in milliseconds, and the medians of the fastest and the slowest run."""
     median, least, most = (f"{each * 1e3:.0f}" for each in (row["median"], min(row["medians"]), max(row["medians"])))
     return median if least == most else f"{median} ({least} to {most})"
 

@@ -18,6 +18,7 @@ from runs import report
 
 import qccl
 
+#: warm-up calls, the fewest timed calls, and about the seconds after which no more are made
 _WARM, _FEWEST, _SECONDS = 2, 4, 15.0
 _NUMBER = struct.Struct("<d")
 
@@ -40,7 +41,7 @@ def main(task: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _communicator(task: dict[str, Any]) -> Iterator[tuple[Callable[[], object], Callable[[float], float]]]:
-    """An all-reduce, and the greatest of the ranks' numbers."""
+    """Yield two functions: one makes the all-reduces, the other returns the greatest of the ranks' numbers."""
     os.environ["QCCL_WAN_CONGESTION"] = task["tcp"]
     with qccl.init("host") as comm:
         x = np.random.default_rng(comm.rank).standard_normal((task["in_flight"], task["count"]), np.float32)
@@ -62,7 +63,7 @@ def _communicator(task: dict[str, Any]) -> Iterator[tuple[Callable[[], object], 
 
 @contextlib.contextmanager
 def _sockets(task: dict[str, Any]) -> Iterator[tuple[Callable[[], object], Callable[[float], float]]]:
-    """Two rounds that move as many bytes as an all-reduce of two ranks, in equal shares over all sockets."""
+    """Yield the same functions over plain sockets: two rounds carry an all-reduce's bytes, in equal shares."""
     share = task["nbytes"] // 2 // task["connections"]
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(each) for each in _connected(task["connections"])]
@@ -72,7 +73,7 @@ def _sockets(task: dict[str, Any]) -> Iterator[tuple[Callable[[], object], Calla
                 _exchange(connections, [bytes(share)] * len(connections))
 
         def greatest(number: float) -> float:
-            # over all of them: the ranks may have them in different orders, where packets of the beginning were lost
+            # over all sockets, because packets lost while connecting may have changed their order on one rank
             theirs = _exchange(connections, [_NUMBER.pack(number)] * len(connections))
             return max(number, *_NUMBER.unpack(theirs[0]))
 
@@ -80,7 +81,7 @@ def _sockets(task: dict[str, Any]) -> Iterator[tuple[Callable[[], object], Calla
 
 
 def _connected(count: int) -> list[socket.socket]:
-    """Connections between the two ranks: rank 0 listens at its address."""
+    """Connect the two ranks; rank 0 listens at its address."""
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ["RANK"] == "0":
         with socket.create_server(place, backlog=count) as server:
@@ -95,7 +96,7 @@ def _connected(count: int) -> list[socket.socket]:
 
 
 def _connect(place: tuple[str, int]) -> socket.socket:
-    """A connection; the other rank may not listen yet."""
+    """Connect to the other rank, which may not listen yet."""
     end = time.monotonic() + 60
     while True:
         try:
@@ -107,7 +108,7 @@ def _connect(place: tuple[str, int]) -> socket.socket:
 
 
 def _exchange(connections: Sequence[socket.socket], given: Sequence[bytes]) -> list[bytearray]:
-    """Send bytes through each connection while as many arrive; returns these."""
+    """Send bytes through each connection while as many arrive; returns the bytes that arrived."""
     arrived = [bytearray() for _ in connections]
     left = [memoryview(each) for each in given]
     with selectors.DefaultSelector() as selector:

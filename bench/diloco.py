@@ -6,10 +6,10 @@ all-reduce began. Sections:
 
 - "curves": the quality of the common parameters after ``--steps`` local steps, for several seeds, without a link: the
   results do not depend on it. Other programs may run meanwhile.
-- "steps": the time of a local step behind each link, outer steps included, beside that of the same step without
-  communication, which is measured in turns with it. Four ranks do not fit on two cores, so a rank does not compute but
-  sleeps, as long as a step takes one rank alone on this machine. The encoding and decoding of four ranks share the
-  cores. The machine must be idle.
+- "steps": the time of a local step behind each link, outer steps included, and of the same step without
+  communication; the two take turns. Four ranks do not fit on two cores, so each rank sleeps instead of computing, as
+  long as a step takes one rank alone on this machine. Only encoding and decoding share the cores. The machine must be
+  idle.
 
 ``--write docs/results.md`` replaces that page's table of each section that ran.
 """
@@ -49,9 +49,9 @@ STEPS = ("H", "outer steps", "codec", "link", "ms a step", "of it without commun
 @click.option("--periods", default="15,30,100", show_default=True, help="Local steps between two outer steps (H).")
 @click.option("--codecs", default=f"none,trellis2+ef,{_SPARSE}", show_default=True, help='"none" is fp32.')
 @click.option("--links", default="100mbit,100mbit 25ms 0.1% bbr", show_default=True)
-@click.option("--delay", default=3, show_default=True)
+@click.option("--delay", default=3, show_default=True, help="Of streaming, in local steps.")
 @click.option("--seeds", default=5, show_default=True)
-@click.option("--steps", default=600, show_default=True, help="Of a training.")
+@click.option("--steps", default=600, show_default=True, help="Local steps of a training.")
 @click.option("--write", type=click.Path(exists=True, dir_okay=False), help="Replace the tables of this page.")
 def main(**given: Any) -> None:
     """Measure, and print tables."""
@@ -103,7 +103,7 @@ def _steps(given: dict[str, Any], ways: list[tuple[int, str, str]]) -> Iterator[
 
 
 def _as_rank(task: dict[str, Any]) -> None:
-    """Measure as one rank; rank 0 prints what it found."""
+    """Measure as one rank; rank 0 reports its results."""
     with qccl.init("host") as comm:
         found = {"curve": _train, "step": _time}[task["measure"]](task, comm)
         comm.barrier()
@@ -138,7 +138,7 @@ def _train(task: dict[str, Any], comm: qccl.Communicator) -> dict[str, Any]:
 
 
 def _time(task: dict[str, Any], comm: qccl.Communicator) -> dict[str, Any]:
-    """The seconds of a step with outer steps and without, in turns, each in blocks of a period; and the bytes sent."""
+    """Time local steps with and without outer steps, in turns, in blocks of a period; count the bytes sent."""
     period = task["way"][0]
     params = [np.zeros(shape, np.float32) for shape in task["shapes"]]
     outer = outer_of(comm, params, _method(task))

@@ -1,8 +1,8 @@
-"""Measures what a call on CUDA costs the host, without a GPU: what CuPy and cuda-python are asked for does nothing.
+"""Measures the host's time for a call on CUDA, without a GPU: all functions of CuPy and cuda-python do nothing.
 
 Rank 0 of two repeats its calls on one thread, with tests/support/fake_cuda.py in place of CuPy. For each kind of call
 the table has its time, the number of qccl's Python functions that it runs, and the number of calls into CuPy and
-cuda-python. The time is qccl's own: CUDA's and NCCL's functions take longer than those that do nothing.
+cuda-python. The time is that of qccl's own code; on a GPU the functions of CUDA and NCCL add theirs.
 
     python bench/dispatch.py
 """
@@ -60,9 +60,9 @@ def counts(call: Callable[[], object]) -> Counts:
 
 
 def microseconds(call: Callable[[], object], comm: qccl.Communicator) -> float:
-    """The shortest mean time of ``call()`` in a round of calls, each of which begins when no call is under way.
+    """The mean time of ``call()`` in the fastest round of calls; other programs only make a round longer.
 
-    Other programs that use the processor only make it longer.
+    A round begins when no call is under way.
     """
     times = []
     for _ in range(_ROUNDS):
@@ -76,7 +76,7 @@ def microseconds(call: Callable[[], object], comm: qccl.Communicator) -> float:
 
 @contextlib.contextmanager
 def silent() -> Iterator[qccl.Communicator]:
-    """Rank 0 of two on a GPU that does nothing."""
+    """Yield the communicator of rank 0 of two, on a GPU that does nothing."""
     fake_cuda = _fake_cuda()
     world = fake_cuda.World()
     with fake_cuda.installed(world, lambda *_: None) as cupy:
@@ -94,7 +94,7 @@ def _fake_cuda() -> ModuleType:
 
 
 def _silence(world: Any, cupy: Any) -> None:
-    """Replace what a call asks for; of all kernels only those work that tell the host how far a run is."""
+    """Replace the functions that a call uses. Only the kernels that tell the host how far a run is do their work."""
 
     def launchKernel(function: int, *rest: Any) -> None:
         word = {BEGIN_KERNEL: 1, END_KERNEL: 2}.get(world.kernels[function])
@@ -128,7 +128,7 @@ def _function(name: str, answer: object) -> Callable[..., Any]:
 
 
 def _transport() -> Any:
-    """Rank 0 of two of an NCCL communicator that does nothing."""
+    """An NCCL transport that does nothing, of rank 0 of two."""
     from qccl.engine.cuda.nccl import NcclTransport
 
     class Silent(NcclTransport):
@@ -154,7 +154,7 @@ def _transport() -> Any:
 
 
 def calls(comm: qccl.Communicator) -> dict[str, Callable[[], object]]:
-    """The calls that are measured, each made once."""
+    """The calls to measure, by their text; each has been made once."""
     fake_cuda = _fake_cuda()
     x, *others = (fake_cuda.array(np.zeros(_COUNT, np.float32)) for _ in range(9))
     plan = comm.plan("allreduce", _COUNT, algorithm="two_round").bind(x)

@@ -1,10 +1,10 @@
-"""Steps as ``qccl-bench doctor`` predicts them, and as they are: ``python bench/doctor_accuracy.py`` (needs root).
+"""Compares steps predicted by ``qccl-bench doctor`` with measured ones: ``python bench/doctor_accuracy.py`` (as root).
 
 It trains the models of doctor_models.py for some steps on 2 and 4 ranks, with PyTorch's DistributedDataParallel, its
 own hooks and qccl's codecs, each rank behind a link. The ranks compute, encode and decode on the processors of this
-machine, so that several may share one. The doctor predicts the same steps from the time of a step of one rank, measured
-alone, and from the speeds of the codecs. It takes about ten minutes; with ``--resume`` it measures what today's file
-lacks.
+machine, which several ranks may share. The doctor predicts the same steps from the time of a step of one rank, measured
+alone, and from the speeds of the codecs. It takes about ten minutes; with ``--resume`` it measures only what today's
+file lacks.
 
 ``--save`` writes docs/results/doctor-<date>.json after each model, ``--write bench/README.md`` that page's table.
 """
@@ -36,13 +36,13 @@ METHODS = f"{FP32},{FP16},minmax8,minmax4+ef,minmax2:bucket=256+ef,trellis2+ef,o
 #: megabytes of DDP's buckets, and bytes
 BUCKET_MB = 0.5
 _BUCKET_NBYTES = int(BUCKET_MB * (1 << 20))
-#: steps before those that are timed; of these at least and at most so many, for about so many seconds
+#: warm-up steps; the fewest and the most timed steps, and about how many seconds they take
 _WARM, _LEAST, _MOST, _SECONDS = 4, 6, 60, 2.0
-#: steps of one rank alone, of which the fastest counts
+#: steps of one rank alone; the fastest counts
 _ALONE = 40
 #: TCP's congestion control: Linux's default. bbr loses some milliseconds a step on links without delay
 TCP = "cubic"
-#: elements whose encoding is timed, as the doctor does
+#: elements of an encoding that is timed: as many as in the doctor
 _TIMED = 4 << 20
 COLUMNS = ("model", "ranks", "link", "median error", "largest error", "of", "fp32 ms", "predicted", "minmax4+ef ms")
 COLUMNS += ("predicted",)
@@ -53,7 +53,7 @@ COLUMNS += ("predicted",)
 @click.option("--ranks", default="2,4", show_default=True)
 @click.option("--links", default="100mbit,1gbit", show_default=True)
 @click.option("--methods", default=METHODS, show_default=True)
-@click.option("--resume", is_flag=True, help="Keep what today's file has.")
+@click.option("--resume", is_flag=True, help="Keep the rows of today's file.")
 @click.option("--save", is_flag=True, help="Write the results file.")
 @click.option("--write", help="A page whose table is to be replaced: bench/README.md.")
 def main(**given: Any) -> None:
@@ -110,7 +110,7 @@ def predicted(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _computation(found: dict[str, Any]) -> StepComputation:
-    """The computation of a step as the doctor estimates it; older files have one that was measured part by part."""
+    """The computation of a step as the doctor estimates it. In older files its parts were measured."""
     seconds = found["forward"] + found["backward"] + found["optimiser"]
     return estimated([tuple(g["shape"]) for g in found["gradients"]], seconds, _BUCKET_NBYTES)
 
@@ -134,7 +134,7 @@ def _shown(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def rank(task: dict[str, Any]) -> None:
-    """Measure as one rank; rank 0 prints what it found."""
+    """Measure as one rank; rank 0 reports its results."""
     import torch
     import torch.distributed as dist
 
@@ -154,7 +154,7 @@ def rank(task: dict[str, Any]) -> None:
 
 
 def _alone(name: str) -> StepComputation:
-    """The computation that the doctor estimates from the least time of some steps of one rank."""
+    """Estimate the computation of a step as the doctor does, from the fastest of some steps of one rank."""
     from doctor_models import MODELS as makers
 
     module, loss, optimizer = makers[name]()
@@ -170,7 +170,7 @@ def _alone(name: str) -> StepComputation:
 
 
 def _step(name: str, method: str) -> float:
-    """The median time of a step, of the slowest rank."""
+    """The median time of a step on the slowest rank."""
     import torch
     import torch.distributed as dist
     from doctor_models import MODELS as makers
@@ -200,7 +200,7 @@ def _step(name: str, method: str) -> float:
 
 @contextlib.contextmanager
 def _reduced_by(module: Any, method: str) -> Iterator[Any]:
-    """The module in DistributedDataParallel, whose gradients go by ``method``."""
+    """Wrap the module in DistributedDataParallel, and let ``method`` reduce the gradients."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.nn.parallel import DistributedDataParallel
 

@@ -1,7 +1,7 @@
 """Trainings of different shapes, for doctor_accuracy.py.
 
-They return the module, a function that computes the loss of the next batch by it, or by what wraps it, and the
-optimiser. The batches are random: times do not depend on them.
+Each function returns the module, a function for the loss of the next batch (its argument is the module or a wrapper of
+it), and the optimiser. The batches are random: times do not depend on them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _example(name: str) -> Training:
 
 
 def conv_net() -> Training:
-    """Convolutions, which compute much with few parameters, before a large layer, whose gradient is ready early."""
+    """Convolutions, with much computation and few parameters, and a large last layer, whose gradient is ready early."""
     model = nn.Sequential(
         *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -46,8 +46,8 @@ def conv_net() -> Training:
     return model, loss, optimizer
 
 
-#: byte_model has few and large layers, and its embedding is complete last; word_gpt has many and small layers,
-#: and the embedding is the output layer, too
+#: byte_model has few large layers, and its embedding's gradient is ready last. word_gpt has many small layers, and its
+#: embedding is also the output layer
 MODELS: dict[str, Callable[[], Training]] = {
     **{name: partial(_example, name) for name in ("byte_model", "word_gpt")},
     "conv_net": conv_net,

@@ -1,4 +1,4 @@
-"""Codecs' errors over bytes, beside other systems' formulas and Shannon's bound: ``python bench/frontier.py``.
+"""Compares codecs' errors and bytes with other systems' formulas and Shannon's bound: ``python bench/frontier.py``.
 
 A point is one encode and decode of reproducible samples of several distributions.
 """
@@ -272,7 +272,7 @@ def shannon(density: float) -> float:
 
 
 def measure(specs: Sequence[str] = SPECS, count: int = COUNT, draws: int = 5) -> list[Point]:
-    """The codecs and other systems' formulas on all samples, ordered by bytes."""
+    """Measure the codecs and other systems' formulas on all samples; the points are ordered by bytes."""
     coders: list[tuple[Point, Callable[[Values], Values]]] = []
     for codec in map(codecs.get, specs):
         through = lambda x, codec=codec: codec.decode(codec.encode(x), x.size, "float32")  # noqa: E731

@@ -44,7 +44,7 @@ Side = tuple[str, str]
 @click.option("--ranks", default="2,4", show_default=True)
 @click.option("--transports", default="ucx,mpi", show_default=True)
 @click.option("--codecs", default="minmax8,minmax4", show_default=True)
-@click.option("--sizes", default="4K,64K,1M,16M", show_default=True, help="In shared memory.")
+@click.option("--sizes", default="4K,64K,1M,16M", show_default=True, help="Sizes in shared memory.")
 @click.option("--calls", default=20, show_default=True, help="Minimum number of calls of each side.")
 @click.option("--patience", default=0.0, show_default=True, help="Seconds to wait for an idle machine, in all.")
 @click.option("--save", is_flag=True, help="Write docs/results/host-<date>.json, or replace these rows in it.")
@@ -86,7 +86,7 @@ def _run(ranks: int, task: dict[str, Any]) -> list[dict[str, Any]]:
 def rank(task: dict[str, Any]) -> None:
     """Measure as one rank; rank 0 prints the results."""
     measure = {"lab": _measure_lab, "shared": _measure_shared, "overlap": _measure_overlap}[task["measure"]]
-    load_mpi()  # before UCX, which is then MPI's own: a second one cannot be loaded beside it
+    load_mpi()  # before UCX: a process cannot load a second UCX beside MPI's own
     with contextlib.ExitStack() as stack:
         comms: dict[str, qccl.Communicator] = {}
         for name in task["transports"]:
@@ -114,7 +114,7 @@ def _both_ways(comms: dict[str, qccl.Communicator], x: Any, y: Any, task: dict[s
 
 
 def _by_transport(comms: dict[str, qccl.Communicator], times: dict[Side, list[float]]) -> dict[str, dict[str, Any]]:
-    """For each transport the medians and blocks of its sides and of MPI's."""
+    """For each transport, the medians and the blocks of its own calls and of MPI's."""
     sides = {name: {side: each for (of, side), each in times.items() if of in ("", name)} for name in comms}
     return {name: _medians(each) for name, each in sides.items()}
 
@@ -127,7 +127,7 @@ def _plain(comm: qccl.Communicator, x: Any, y: Any) -> Call:
 
 def _transfer(comm: qccl.Communicator, nbytes: int) -> Call:
     """A plain transfer in which each rank sends ``nbytes``, in equal parts to all others at once."""
-    t: Any = comm.transport.split(0, comm.rank, comm.timeout)  # the engine polls the other one
+    t: Any = comm.transport.split(0, comm.rank, comm.timeout)  # the engine polls comm.transport
     peers, each = [(t.rank + i) % t.size for i in range(1, t.size)], -(-nbytes // (t.size - 1))
     out, inbox = np.ones(each, np.uint8), np.empty((t.size, each), np.uint8)
 
@@ -196,7 +196,7 @@ def _measure_lab(
         crossed = (shaped_nbytes() - before) / (sent * counted)
         floor = most / parse_link(task["link"]).rate
         costs[name] = {"floor": floor, "crossed": crossed, "cpu": _cpu_seconds(comm, run, 5)}
-    each = max(4, -(-task["calls"] // blocks), min(40, round(0.2 / floor)))  # TCP starts slowly after a pause
+    each = max(4, -(-task["calls"] // blocks), min(40, round(0.2 / floor)))  # TCP is slow after a pause
     sides = {(of, side): (call, each if of else 4) for (of, side), call in calls.items()}
     found = _by_transport(comms, _turns(comm, sides, blocks))
     return {name: found[name] | costs[name] for name in comms}
@@ -264,7 +264,7 @@ def _in_python() -> int:
 
 
 def _busy(seconds: float, work: Callable[[], object]) -> Callable[[], object]:
-    """Make a function that does ``work`` for ``seconds`` of the processor."""
+    """Make a function that repeats ``work`` for about ``seconds`` of processor time."""
     begin, n = time.process_time(), 0
     while time.process_time() - begin < 0.2:
         work()

@@ -1,11 +1,11 @@
-"""The gain of compressed averages between HSDP's replicas: ``python bench/hsdp.py`` (about 5 minutes; needs root).
+"""Times HSDP with compressed averages between replicas: ``python bench/hsdp.py`` (about 5 minutes; needs root).
 
 Two replicas of two shards train a model of docs/examples with FSDP2. Each replica is a node of the lab behind a slow
 link; inside a node nothing is limited. PyTorch's own HSDP averages the gradients of the replicas by gloo in fp32;
-qccl.torch.AllReduce does it with each codec. Four ranks do not fit on two cores, so a rank does not compute but sleeps,
-as long as forward pass, backward pass and optimiser take one rank alone on this machine; each layer has the share of
-its parameters. FSDP2 gathers, reduces and frees parameters of the model's shapes, and the codecs run; four ranks share
-the cores for that. The time of a step without a link, in shared memory, shows how long it takes.
+qccl.torch.AllReduce does it with each codec. Four ranks do not fit on two cores, so each rank sleeps instead of
+computing, as long as forward pass, backward pass and optimiser take one rank alone on this machine; a layer sleeps for
+its share of the parameters. FSDP2 and the codecs do run, on parameters of the model's shapes, and four ranks share the
+cores for them. The time of a step without a link, in shared memory, shows how long they take.
 
 ``--write docs/howto/pytorch-fsdp.md`` replaces that page's table.
 """
@@ -42,7 +42,7 @@ PLAIN = "fp32 (PyTorch)"
 @click.command()
 @click.option("--models", default="byte_model,word_gpt", show_default=True)
 @click.option("--codecs", default="none,minmax8,minmax4+ef,minmax2:bucket=256+ef", show_default=True)
-@click.option("--link", default="100mbit", show_default=True, help="Of each replica.")
+@click.option("--link", default="100mbit", show_default=True, help="Link of each replica.")
 @click.option("--write", type=click.Path(exists=True, dir_okay=False), help="Replace the table of this page.")
 def main(models: str, codecs: str, link: str, write: str | None) -> None:
     """Measure, and print the table."""
@@ -127,9 +127,10 @@ def _timed(task: dict[str, Any], mesh: Any, reduction: Any = None) -> dict[str, 
 
 
 def _replay(model: Any, compute: dict[str, Any]) -> Any:
-    """Layers with the parameters of those of ``model`` that have matrices; the last one has all other parameters.
+    """Make a model that sleeps instead of computing, with the parameters of ``model``.
 
-    A layer sleeps in place of computing. Its gradients are normally distributed, as a codec's time may depend on them.
+    Each of its layers has the parameters of one layer of ``model`` with a matrix, and the last one all others. The
+    gradients are normally distributed, because a codec's time may depend on them.
     """
     import torch
     from torch import nn

@@ -1,7 +1,7 @@
 """NVRTC, CUDA's run-time compiler, by its C interface: it needs no GPU, and several versions fit into one process.
 
-The wheels of CUDA 12 and of CUDA 13 can be installed together. cuda-bindings has one version for both, and the one that
-PyTorch needs cannot load the other's NVRTC.
+The wheels of CUDA 12 and of CUDA 13 can be installed together. cuda-bindings cannot: only one version fits, and the
+version that PyTorch needs loads the NVRTC of one CUDA only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 __all__ = ["Nvrtc", "Program", "find"]
 
-#: where the library of a CUDA version lies in its wheel, and what the wheel is called
+#: by CUDA version: the library's folder in its wheel, and the name of the wheel
 WHEELS = {
     12: ("nvidia/cuda_nvrtc/lib", "nvidia-cuda-nvrtc-cu12"),
     13: ("nvidia/cu13/lib", "nvidia-cuda-nvrtc"),
@@ -25,7 +25,7 @@ WHEELS = {
 class Nvrtc:
     """The library of a CUDA version, 12 or 13: from its wheel, or else from CUDA's toolkit.
 
-    Raises FileNotFoundError with what to install.
+    Raises FileNotFoundError, which says what to install.
     """
 
     def __init__(self, cuda: int) -> None:
@@ -35,7 +35,7 @@ class Nvrtc:
         places.append(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "lib64", name))
         found = next((path for path in places if path.is_file()), None)
         try:
-            # It looks for its built-in headers in the system's folders alone, unless they are loaded (NVRTC 13.0).
+            # NVRTC 13.0 finds the library of its built-in headers only in the system's folders, or if it is loaded.
             for builtins in found.parent.glob(f"libnvrtc-builtins.so.{cuda}.*") if found else ():
                 ctypes.CDLL(str(builtins))
             self.library = ctypes.CDLL(str(found or name))
@@ -69,7 +69,7 @@ class Nvrtc:
 
 @functools.cache
 def find(*versions: int) -> Nvrtc:
-    """The library of the first of these CUDA versions (none given: 12, then 13) that this machine has."""
+    """The first NVRTC of these CUDA versions (default: 12, then 13) that this machine has."""
     reasons = []
     for cuda in versions or WHEELS:
         try:

@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 from peer_systems import SYSTEMS, AllReduce
 
-#: blocks of calls, of which each is timed as a whole
+#: timed blocks of calls
 _BLOCKS = 3
-#: calls in place until the values are set again: later their sums would overflow
+#: calls in place between two resets of the values, whose sums would overflow otherwise
 _SUMS = 20
 #: calls before the timing, besides the one whose result is checked
 _WARM_UP = 1
-#: calls before the one in which a rank ends, and of those after it
+#: calls before a rank is killed, and the most calls from then on
 _BEFORE_END, _AFTER_END = 3, 3
-#: a result is wrong if its error is more than this many times the earlier calls' error, plus an allowance for rounding
+#: a result is wrong if its error exceeds the first times the earlier calls' error, plus the second for rounding
 _WORSE, _LEAST_ERROR = 2.0, 1e-5
 
 
@@ -42,7 +42,7 @@ def main(task: dict[str, Any]) -> None:
             found: Any = _with_an_end(system, rank, ranks, task)
         else:
             found = [_measured(system, rank, ranks, **case) for case in task["cases"]]
-    except BaseException as error:  # whatever another system raises is what it does
+    except BaseException as error:  # any error of another system is a result
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     part = folder / f"part-{rank}.json"
@@ -59,12 +59,12 @@ def _place() -> tuple[int, int]:
 
 
 def values(rank: int, count: int) -> Any:
-    """The values of a rank: standard normal ones."""
+    """The values of a rank, standard normal and reproducible."""
     return np.random.default_rng([rank, count]).standard_normal(count, dtype=np.float32)
 
 
 def _measured(system: AllReduce, rank: int, ranks: int, count: int, calls: int) -> dict[str, Any]:
-    """The error of a call, and the time and the bytes of blocks of ``calls`` calls."""
+    """Measure the error of a call, and the time and the bytes of a call in blocks of ``calls`` calls."""
     own = values(rank, count)
     x = own.copy()
     _call(system, x)
@@ -87,7 +87,7 @@ def _measured(system: AllReduce, rank: int, ranks: int, count: int, calls: int) 
 
 
 def _call(system: AllReduce, x: Any) -> float:
-    """Make a call; the seconds that it took."""
+    """Make a call, and return the seconds that it took."""
     if system.prepare is not None:
         system.prepare(x)
     begin = time.perf_counter()
@@ -105,14 +105,14 @@ def errors(x: Any, exact: Any) -> dict[str, float]:
 
 
 def _sent_nbytes() -> int:
-    """The bytes that this rank's network namespace has sent, but for those to itself."""
+    """The bytes that this rank's network namespace has sent to others."""
     lines = Path("/proc/net/dev").read_text(encoding="ascii").splitlines()[2:]
     fields = {name.strip(): rest.split() for name, _, rest in (line.partition(":") for line in lines)}
     return sum(int(each[8]) for name, each in fields.items() if name != "lo")
 
 
 def _with_an_end(system: AllReduce, rank: int, ranks: int, task: dict[str, Any]) -> dict[str, Any]:
-    """The last rank ends in the middle of a call: how the calls of the others end."""
+    """Kill the last rank in the middle of a call; the result says how the calls of the others end."""
     own = values(rank, task["count"])
     exact = sum(values(each, task["count"]).astype(np.float64) for each in range(ranks))
     seconds = error = 0.0
@@ -133,7 +133,7 @@ def _with_an_end(system: AllReduce, rank: int, ranks: int, task: dict[str, Any])
         if not errors(x, exact)["error"] <= _WORSE * error + _LEAST_ERROR:
             return {"seconds": time.perf_counter() - begin, "wrong": True, "call": number}
         if rank == ranks - 1:
-            time.sleep(seconds)  # until its end
+            time.sleep(seconds)  # until the signal
     return {"seconds": time.perf_counter() - begin, "returned": True}
 
 

@@ -20,23 +20,23 @@ __all__ = ["comparisons", "draw", "report"]
 Document = dict[str, Any]
 Row = dict[str, Any]
 
-#: sizes from which, and bits per second below which, qccl should be the fastest at the same error
+#: from this size on, and behind links slower than this, qccl should be the fastest at the same error
 _FROM_NBYTES, _BELOW = 64 << 10, "10gbit"
-#: an error is no larger than another one with so much above it: rounding of sums in another order
+#: errors count as the same up to this factor: sums in another order round differently
 _SAME = 1.05
 #: errors below this are rounding of float32
 _ROUNDING = 1e-6
-#: the other systems' markers in the figure; ten colours in turn make each system look different
+#: the other systems' markers in the figure; with ten colours in turn each system looks different
 _MARKERS = "sv^DPX*<>hdp8"
 #: the colour of qccl in the figure
 _OWN = "#D55E00"
-#: in points: where the text of a marker may stand, the best place first
+#: offsets of a label from its marker in points, the best one first
 _AROUND = ((9, 0), (0, 11), (0, -11), (7, 9), (7, -9), (-9, 0), (-7, -9), (-7, 9))
 _ENDS = {
     "waits": "wait for more than a minute",
     "raised": "raise an error after {seconds:.1f} s",
-    "returned": "return right results",
-    "ended": "end without telling why (status {status})",
+    "returned": "return correct results",
+    "ended": "end without an error message (status {status})",
     "wrong": "**return wrong sums** without an error",
     "error": "fail before the call",
 }
@@ -48,8 +48,8 @@ def report(document: Document) -> str:
     for network, ranks in _places(document):
         title = f"**{ranks} ranks, {network} each**; time of a call:"
         parts += [title, "\n".join(_times(document, network, ranks))]
-    parts += ["What a call sends and loses:", "\n".join(_qualities(document))]
-    parts += ["A rank of three is killed in a call of 16 MiB; the others:", "\n".join(_ends(document))]
+    parts += ["The bytes and the errors of a call:", "\n".join(_qualities(document))]
+    parts += ["One of three ranks is killed in a call of 16 MiB:", "\n".join(_ends(document))]
     if document["failures"]:
         parts += ["Not measured:", "\n".join(table(("system", "ranks and link", "because"), _failures(document)))]
     versions = ", ".join(f"{name} {version}" for name, version in sorted(document["versions"].items()))
@@ -57,7 +57,7 @@ def report(document: Document) -> str:
 
 
 def _failures(document: Document) -> Iterator[tuple[str, str, str]]:
-    """Each system's errors, with the places where it failed so."""
+    """Each system's error messages, with the networks and numbers of ranks behind which they came."""
     places: dict[tuple[str, str], list[str]] = {}
     for each in document["failures"]:
         place = f"{each['ranks']} x {each['network']}" if each["ranks"] else "not installed"
@@ -96,7 +96,7 @@ def _qualities(document: Document) -> Iterator[str]:
         for row in rows
     )
     head = "system", "bytes sent for each element and direction", "relative L2 error", "bias", "equal bits on all ranks"
-    yield f"({ranks} ranks, {format_size(4 * count)}, {network}; the first call. Bias: by how much the sum is longer.)"
+    yield f"({ranks} ranks, {format_size(4 * count)}, {network}; the first call. Bias: how much too long the sum is.)"
     yield ""
     yield from table(head, cells)
 
@@ -114,7 +114,7 @@ def _ends(document: Document) -> Iterator[str]:
 
 
 def comparisons(document: Document) -> Iterator[tuple[Row, Row]]:
-    """Each row of another system with the fastest of qccl whose error is no larger, at the same place and size."""
+    """Pair each row of another system with qccl's fastest row of no larger error, for the same network and size."""
     rows = document["rows"]
     for row in rows:
         if row["system"].startswith("qccl"):
@@ -157,16 +157,16 @@ def verdict(document: Document) -> str:
         for row, own in lost
     )
     head = ("system", "ranks and link", "size", "time", "qccl's", "by")
-    return f"{text} Not here:\n\n" + "\n".join(table(head, rows))
+    return f"{text} The other cases:\n\n" + "\n".join(table(head, rows))
 
 
 def _is_slow(row: Row) -> bool:
-    """Whether a row is of those for which the claim is made."""
+    """Whether the verdict covers a row: it is large enough, and behind a slow link."""
     return 4 * row["count"] >= _FROM_NBYTES and parse_rate(row["network"].split()[0]).rate < parse_rate(_BELOW).rate
 
 
 def draw(document: Document, path: Path) -> None:
-    """Time over error of the largest calls: one chart for each network, with most ranks."""
+    """Draw time over error of the largest calls on the most ranks, in a panel for each network."""
     count, ranks = (max(row[key] for row in document["rows"]) for key in ("count", "ranks"))
     networks = [network for network, number in _places(document) if number == ranks]
     networks.sort(key=lambda network: (parse_rate(network.split()[0]).rate, network))
@@ -197,7 +197,7 @@ def draw(document: Document, path: Path) -> None:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.tick_params(which="both", labelsize=8.5)
         axes.grid(visible=True, which="major", linewidth=0.3)
-    for axes in [*panels]:  # of an odd number of networks
+    for axes in [*panels]:  # the panel left over by an odd number of networks
         axes.set_axis_off()
     names = sorted(handles, key=["qccl", *others].index)
     figure.legend([handles[name] for name in names], names, loc="outside lower center", ncols=3, fontsize=8.5)

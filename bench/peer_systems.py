@@ -22,19 +22,19 @@ __all__ = ["SYSTEMS", "AllReduce"]
 
 #: float32 values; the type checker cannot follow the environments of other systems
 Values = Any
-#: elements that share a scale with FBGEMM: its users' choice for gradients
+#: elements of one of FBGEMM's rows, which share a scale: its users' choice for gradients
 _ROW = 512
-#: columns of the matrix as which PyTorch's hooks get the values; PowerSGD needs one
+#: columns of the matrix in which PyTorch's hooks get the values; PowerSGD needs a matrix
 _COLUMNS = 1024
 #: the rank of PowerSGD's factors, and of qccl's
 _LOW_RANK = 4
 #: first steps in which PowerSGD sends everything
 _EXACT_STEPS = 2
-#: attempts of PCCL's ranks to reach its master, one in a second
+#: attempts of PCCL's ranks to reach its master, one per second
 _ATTEMPTS = 60
 #: seconds for which hivemind looks for a group before each call, outside the timing
 _LOOKING = 2.0
-#: seconds after which all ranks of a group know of it
+#: seconds after which all ranks of hivemind's group know that it is complete
 _GROUPED = 0.2
 
 
@@ -44,7 +44,7 @@ class AllReduce:
 
     Attributes:
         run: replaces the values of a float32 array by the sums over all ranks.
-        prepare: what the ranks do before each call, outside the timing; None: nothing.
+        prepare: called before each ``run``, outside the timing; None if there is nothing to prepare.
     """
 
     run: Callable[[Values], None]
@@ -115,7 +115,7 @@ def _qccl_low_rank(torch: Any, model: Any) -> None:
 
 
 def _ddp_hook(register: Callable[[Any, Any], None], rank: int, ranks: int, folder: Path) -> AllReduce:
-    """The backward pass of a module with one matrix, whose gradient is the values: DDP calls the hook for it.
+    """Reduce the values as the gradient of a module with one matrix: DDP calls the hook in the backward pass.
 
     The forward pass is not part of the all-reduce, so it is not timed.
     """
@@ -178,14 +178,14 @@ def _fbgemm(rank: int, ranks: int, folder: Path) -> AllReduce:
 
 
 def _pccl(algorithm: str, rank: int, ranks: int, folder: Path) -> AllReduce:
-    """Its calls with one of its ways to quantise to 8 bits; rank 0's process also has the master that it needs."""
+    """PCCL's all-reduce with one of its quantisations. Rank 0's process also runs the master that PCCL needs."""
     import pccl
 
     address = f"{socket.gethostbyname(os.environ['MASTER_ADDR'])}:{os.environ['MASTER_PORT']}"
     if not rank:
         master = pccl.MasterNode(address)
         master.run()
-        atexit.register(master.interrupt)  # else the process waits for it for ever
+        atexit.register(master.interrupt)  # else the process waits for the master for ever
     comm = pccl.Communicator(address)
     comm.connect(n_attempts=_ATTEMPTS)
     while comm.get_attribute(pccl.Attribute.GLOBAL_WORLD_SIZE) < ranks:
@@ -203,14 +203,14 @@ def _pccl(algorithm: str, rank: int, ranks: int, folder: Path) -> AllReduce:
 
 
 def _own_address() -> str:
-    """The address of this rank on the network on which it reaches rank 0."""
+    """This rank's address on the network to rank 0."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 1))  # a UDP socket: nothing is sent
         return str(probe.getsockname()[0])
 
 
 def _hivemind(rank: int, ranks: int, folder: Path) -> AllReduce:
-    """Its averager; the ranks look for each other before the call, so that the call has only the averaging."""
+    """hivemind's averager. The ranks look for each other in ``prepare``, so only the averaging is timed."""
     import torch
     from hivemind import DHT
     from hivemind.averaging import DecentralizedAverager
@@ -260,7 +260,7 @@ def _hivemind(rank: int, ranks: int, folder: Path) -> AllReduce:
         if control.result(60) is None:
             raise RuntimeError("hivemind found no group")
         with averager(x.size).get_tensors() as (values,):
-            np.multiply(values.numpy(), ranks, out=x)  # it averages
+            np.multiply(values.numpy(), ranks, out=x)  # hivemind averages
 
     return AllReduce(run, prepare)
 

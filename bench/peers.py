@@ -1,9 +1,9 @@
-"""qccl beside other systems, on the same work: ``python bench/peers.py`` (needs root, and an index of packages).
+"""Compares qccl with other systems on the same work: ``python bench/peers.py`` (needs root, and a package index).
 
-Each system is installed in an environment of its own below build/peers; what cannot be installed or does not run is
-listed with its error. Then all reduce the same values, on ranks behind slow links of this machine, one system after
-the other. A row has the time of a call, the bytes that the busiest rank sent (with the headers of TCP and IP), the
-error, the bias, and whether all ranks had the same bits. At the end a rank of each system is killed in a call.
+Each system is installed in an environment of its own below build/peers; a system that cannot be installed or does not
+run is listed with its error. Then all reduce the same values, on ranks behind slow links of this machine, one system
+after the other. A row has the time of a call, the bytes that the busiest rank sent (with the headers of TCP and IP),
+the error, the bias, and whether all ranks had the same bits. At the end a rank of each system is killed in a call.
 
 ``--save`` writes docs/results/peers-<date>.json after each system, ``--resume`` measures what today's file lacks, and
 ``--write docs/results-collectives.md`` replaces that page's tables and draws docs/peers.png.
@@ -42,7 +42,7 @@ NETWORKS = "100mbit,1gbit,10gbit,100mbit 25ms"
 SIZES = "64K,1M,16M"
 #: stands for this checkout in the requirements
 _OWN = "qccl"
-#: each system's requirements; of MPI's ranks the qccl-bench beside their mpiexec makes the network
+#: each system's requirements. MPI's also have qccl: the qccl-bench beside their mpiexec makes the network
 _TORCH = ("torch", "fbgemm-gpu-cpu", "numpy")
 _PCCL = ("pypccl @ git+https://github.com/PrimeIntellect-ai/pccl@release/v1.0.0#subdirectory=python/framework", "numpy")
 REQUIREMENTS = {
@@ -58,13 +58,13 @@ REQUIREMENTS = {
     "PCCL min-max uint8": _PCCL,
     "PCCL zero-point uint8": _PCCL,
 }
-#: conditions of some requirements: a newer Python, and a build without GPUs
+#: the Python that some requirements need, and variables for building them: without GPUs
 _PYTHON, _BUILDING = {_PCCL: "python3.12"}, {"PCCL_BUILD_CUDA_SUPPORT": "OFF"}
 CODECS = ("none", "cast", "cast:dtype=bfloat16", "trellis8", "minmax8", "minmax4")
 _SYSTEMS = (*REQUIREMENTS, *(f"qccl {codec}" for codec in CODECS), "qccl low rank 4")
-#: seconds of calls that are timed in a block, and their least and greatest number
+#: about the seconds of a timed block, and the fewest and the most calls in it
 _BLOCK_SECONDS, _FEWEST, _MOST = 0.5, 2, 100
-#: a system that needs seconds before each call, or a tenth of a second for any, has fewer
+#: the most calls of slow systems: hivemind needs seconds before each call, PCCL a tenth of a second for any call
 _CALLS_OF = {"hivemind uniform8": 2} | {system: 10 for system, needed in REQUIREMENTS.items() if needed == _PCCL}
 #: seconds for connecting, for the calls of a size, and until the survivors of a killed rank have ended
 _START_SECONDS, _SLOWEST, _SURVIVORS_SECONDS = 90.0, 30.0, 60.0
@@ -77,7 +77,7 @@ _KILLED_COUNT = 4 << 20
 @click.option("--networks", default=NETWORKS, show_default=True)
 @click.option("--ranks", default="2,4", show_default=True)
 @click.option("--sizes", default=SIZES, show_default=True)
-@click.option("--resume", is_flag=True, help="Keep what today's file has.")
+@click.option("--resume", is_flag=True, help="Keep the results of today's file.")
 @click.option("--save", is_flag=True, help="Write the results file.")
 @click.option("--write", help="A page whose tables are to be replaced: docs/results-collectives.md.")
 def main(**given: Any) -> None:
@@ -95,7 +95,7 @@ def main(**given: Any) -> None:
 
 
 def _measured(document: dict[str, Any], given: dict[str, Any]) -> Iterator[None]:
-    """Add to the document what it lacks."""
+    """Install the systems, and measure everything that the document lacks."""
     systems, failures = given["systems"].split(","), document["failures"]
     for system in systems:
         if system in REQUIREMENTS and (reason := _install(system, document["versions"])):
@@ -129,7 +129,7 @@ def _has(rows: Iterable[dict[str, Any]], place: dict[str, Any]) -> bool:
 
 
 def _folder(system: str) -> Path:
-    """The environment of a system; those with the same requirements share it."""
+    """The environment of a system; systems with the same requirements share one."""
     names = map(_name, REQUIREMENTS[system])
     return _ENVIRONMENTS / "-".join(each for each in names if each not in ("numpy", "mpi4py", _OWN))
 
@@ -143,7 +143,7 @@ def _python(system: str) -> str:
 
 
 def _install(system: str, versions: dict[str, str]) -> str | None:
-    """Make a system's environment, and note the versions of its packages; why it cannot be made."""
+    """Make a system's environment, and note its packages' versions; returns why it cannot be made, or None."""
     folder = _folder(system)
     names = [_name(each) for each in REQUIREMENTS[system] if each != _OWN]
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
@@ -231,7 +231,7 @@ def _row(ranks: tuple[dict[str, Any], ...], calls: int) -> dict[str, Any]:
 
 
 def _with_a_killed_rank(system: str) -> dict[str, Any]:
-    """Find out what two ranks do when a third one is killed in a call: "waits" if they outlast this program's wait."""
+    """Kill one of three ranks in a call, and find out what the others do; "waits": they did not end in time."""
     ranks, is_mpi, python = 3, "MPI" in system, _python(system)
     with tempfile.TemporaryDirectory() as folder:
         task = {"system": "mpi" if is_mpi else system, "folder": folder, "count": _KILLED_COUNT, "ends": True}
@@ -268,7 +268,7 @@ def _as_root(system: str) -> list[str]:
 
 
 def _wait(running: list[subprocess.Popen[bytes]], seconds: float) -> bool:
-    """Whether all have ended within so many seconds."""
+    """Whether all processes have ended within ``seconds``."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if all(process.poll() is not None for process in running):

@@ -1,4 +1,4 @@
-"""Shared by the scripts in this folder: running qccl-bench or own ranks, printing tables, writing results files."""
+"""Shared by the scripts in this folder: they run qccl-bench or their own ranks, print tables, write results files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         print(line, flush=True)
 
 
-#: in a cell of a table, in place of an empty one, which may mean several things
+#: a table's cell without a figure; an empty cell could mean several things
 NOT_MEASURED = "not measured"
 
 
@@ -119,8 +119,8 @@ def run_ranks(
 ) -> list[dict[str, Any]]:
     """Start ``script TASK`` on ``ranks`` ranks (in ``lab``); returns the rows that rank 0 reports, each with the task.
 
-    mpiexec starts them, so that they can measure MPI's all-reduce, too, whichever ``transport`` is set in their
-    environment; with ``plain`` None only those over MPI.
+    mpiexec starts them over every ``transport``, so that they can also measure MPI's all-reduce; with ``plain`` None
+    it starts only ranks over MPI.
     """
     command, way = [sys.executable, script, json.dumps(task)], start.choose_way(transport, plain=plain)
     with tempfile.TemporaryDirectory() as folder, lab or contextlib.nullcontext():
@@ -204,7 +204,7 @@ def cpu() -> str:
 
 
 def _mpi() -> str:
-    """The MPI library, as its mpiexec names itself; nothing where there is none."""
+    """The name and version of MPI, from its mpiexec; "" without MPI."""
     if start.obstacle("mpi"):
         return ""
     found = find_mpiexec()
@@ -212,7 +212,7 @@ def _mpi() -> str:
 
 
 def _ucx() -> str:
-    """UCX as ranks have it that mpiexec started: MPI's own, if there is one."""
+    """The version of UCX in ranks that mpiexec starts: MPI's own UCX, if MPI has one."""
     program = (
         "from qccl.bench.sweep.plain import load_mpi; load_mpi(); from qccl.transports import ucx; print(ucx.version())"
     )
@@ -239,20 +239,20 @@ def todays(kind: str) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The document of a results file. Raises SystemExit, with the reason, for a file that has none."""
+    """The document of a results file. Raises SystemExit, with the reason, for any other file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise SystemExit(
-            f"{path} is no results file ({error}); give one that these scripts wrote, or remove it"
+            f"{path} is not a results file ({error}); give one that these scripts wrote, or remove it"
         ) from error
     if not isinstance(found, dict):
-        raise SystemExit(f"{path} is no results file: its JSON is of type {type(found).__name__}; remove it")
+        raise SystemExit(f"{path} is not a results file: its JSON is of type {type(found).__name__}; remove it")
     return found
 
 
 def begun(path: Path, *, resume: bool) -> dict[str, Any]:
-    """The document to measure on: with ``resume`` that of the file, if there is one."""
+    """The document to add results to: with ``resume`` the file's, if there is a file; otherwise a new one."""
     found = read(path) if resume and path.exists() else {}
     return found if "machine" in found else {"machine": machine(), "rows": []} | found
 

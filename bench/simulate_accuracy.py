@@ -1,9 +1,9 @@
-"""Calls as ``qccl-bench simulate`` computes them, and as they are: ``python bench/simulate_accuracy.py`` (needs root).
+"""Compares calls computed by ``qccl-bench simulate`` with measured ones: ``bench/simulate_accuracy.py`` (needs root).
 
 It times all-reduces on 2, 3, 4 and 8 ranks over UCX, each rank behind a link of its own, some with a delay. The ranks
-encode and decode on the processors of this machine, so that several may share one. The simulator's constants are fitted
-to the calls on 2 ranks alone, and then it computes all others. The 2 ranks also share one processor in some calls:
-otherwise nothing tells what a processor does from what it waits for. With ``--resume`` it measures what today's file
+encode and decode on the processors of this machine, which several ranks may share. The simulator's constants are fitted
+to the calls on 2 ranks alone, and then it computes all others. In some calls the 2 ranks share one processor: this
+separates the processor's time from the time that ranks wait. With ``--resume`` it measures only what today's file
 lacks.
 
 ``--save`` writes docs/results/simulate-<date>.json after each group of ranks, with the constants. ``--write
@@ -35,13 +35,13 @@ NETWORKS = "100mbit,1gbit,100mbit 25ms,1gbit 5ms"
 CODECS = "minmax8,minmax4,none"
 #: the number of ranks whose calls the constants are fitted to
 FITTED_RANKS = 2
-#: sizes of calls, and how often each is timed. With a delay ranks begin a round at different times, so it has several
+#: flags for the sizes and the number of calls: several in a round, because ranks begin it at different times
 _CALLS = ("-b", "2K", "-e", "1M", "-f", "8", "-n", "40", "-w", "2", "-c", "0")
-#: elements whose encoding is timed
+#: elements of an encoding that is timed
 _TIMED = 256 << 10
-#: factors by which a constant is changed to see whether that fits better, coarse ones first
+#: factors by which the fit changes a constant, the coarse ones first
 _FACTORS = (2.0, 1.4, 1.2, 1.1, 1.05)
-#: no constant is changed by more
+#: the largest factor between a fitted constant and its default
 _FARTHEST = 10.0
 _FITTED = ("latency", "message", "byte", "operation")
 COLUMNS = ("ranks", "processors", "link", "delay", "calls", "median error", "largest error", "of", "ms", "computed")
@@ -51,7 +51,7 @@ COLUMNS = ("ranks", "processors", "link", "delay", "calls", "median error", "lar
 @click.option("--ranks", default="2,3,4,8", show_default=True)
 @click.option("--networks", default=NETWORKS, show_default=True)
 @click.option("--codecs", default=CODECS, show_default=True)
-@click.option("--resume", is_flag=True, help="Keep what today's file has.")
+@click.option("--resume", is_flag=True, help="Keep the results of today's file.")
 @click.option("--save", is_flag=True, help="Write the results file.")
 @click.option("--write", help="A page whose table is to be replaced: docs/results-collectives.md.")
 def main(**given: Any) -> None:
@@ -94,7 +94,7 @@ def _place(row: dict[str, Any]) -> tuple[int, str, int]:
 
 
 def _timed(ranks: int, network: str, codecs: list[str], cores: int) -> list[dict[str, Any]]:
-    """The times of all sizes and codecs by ``qccl-bench allreduce``: the median of all rounds, in place and not."""
+    """The times of all sizes and codecs by ``qccl-bench allreduce``: the median of all rounds, in and out of place."""
     link, _, delay = network.partition(" ")
     flags = ["--ranks", str(ranks), "--transport", "ucx", "--link", link]
     flags += ["--delay", delay] if delay else []
@@ -135,8 +135,8 @@ def computed(document: dict[str, Any]) -> list[dict[str, Any]]:
 def call_seconds(row: dict[str, Any], processor: Processor) -> float:
     """The time of a row's call as the simulator computes it, on ranks that share the row's processors.
 
-    The lab's limiter lets a burst pass a link that was idle. But calls follow each other, so the bytes of one take
-    their time at the link's rate at least.
+    The lab's limiter lets a burst pass an idle link at once. But the measured calls follow each other, so each takes at
+    least the time of its bytes at the link's rate.
     """
     link, _, delay = row["network"].partition(" ")
     rate = parse_link(link)
@@ -148,7 +148,7 @@ def call_seconds(row: dict[str, Any], processor: Processor) -> float:
 
 
 def fit(constants: Constants, error: Callable[[Constants], float]) -> Constants:
-    """The constants near which no change of a single one, by any of the factors, makes the error smaller."""
+    """Change one constant at a time by the factors, until no change makes the error smaller."""
     least, first = error(constants), constants
     for factor in _FACTORS:
         is_better = True

@@ -1,8 +1,8 @@
-"""The cost of a call of a few elements, by its kind: ``python bench/small_calls.py``.
+"""Times calls of a few elements, by their kind: ``python bench/small_calls.py``.
 
-Two ranks on this machine make each call again and again. The fastest and the median round of each kind are printed,
-and by how much the median exceeds that of all-reduce. Over MPI mpi4py's ``Allreduce`` of the same ranks stands beside
-them. ``--write docs/architecture/small-calls.md`` replaces that page's table.
+Two ranks on this machine repeat each kind of call. The table has the fastest and the median round of each kind, and the
+median divided by that of all-reduce. Over MPI it also has mpi4py's ``Allreduce`` on the same ranks. ``--write
+docs/architecture/small-calls.md`` replaces that page's table.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 It trains a model of docs/examples on 4 ranks, with PyTorch's DistributedDataParallel, its own hooks (fp16, PowerSGD),
 qccl's codecs, its low-rank compression ("low_rank:4:minmax8+ef": rank 4, and the codec of the factors), and DiLoCo
 ("diloco:period=8,fragments=2,delay=3:trellis2+ef": its arguments, and the codec of the outer steps).
-``--model`` says which: word_gpt, a word-level GPT with AdamW, or byte_model, a byte-level model with SGD. The batch,
-schedule, learning rate and the number of steps are the model's, and the same for all methods, but for "rates".
+``--model`` is word_gpt, a word-level GPT with AdamW, or byte_model, a byte-level model with SGD. The batch, schedule,
+learning rate and number of steps are the model's, and the same for all methods except in the section "rates".
 Sections:
 
 - "curves": validation quality by step, for several seeds, without a link: the results do not depend on it;
@@ -12,27 +12,27 @@ Sections:
   DiLoCo with a period of 15 takes 200 outer steps. By default they have some of the methods only, see
   training_report.py;
 - "steps": the time of a step behind each link; "100mbit 25ms 0.1% bbr" is a link of 100 Mbit/s with a delay of 25 ms in
-  each direction and 0.1% loss, where TCP's congestion control is bbr, and qccl's transport wan. Four ranks do not fit
-  on two cores, so that a rank does not compute but sleeps, as long as the forward pass, each gradient and the optimiser
+  each direction and 0.1% loss, with bbr as TCP's congestion control, and qccl's transport wan. Four ranks do not fit
+  on two cores, so each rank sleeps instead of computing, as long as the forward pass, each gradient and the optimiser
   take one rank alone on this machine; gradients of the same shapes go through DistributedDataParallel, the hook, the
   codec and the link;
-- "whole": one run with everything behind one link, whose parameters must equal those of the run without, bit for bit;
+- "whole": one whole training behind one link; its parameters must equal those without a link, bit for bit;
 - "scaling": the time of a step on 1 to 8 ranks.
 
 The target is the mean quality of fp32 after ``--budget`` steps, plus one standard deviation of its seeds. A method's
 time is that of its first step whose quality reaches the target; the learning rate is constant, so that all methods can.
-Beside each step's time stands its limit: no link can end before it has carried all the bytes of a gradient that becomes
-ready when it does, and nothing can end before the computation. The limit takes encoding and decoding to be free; the
-step without a link, in shared memory, shows what they and PyTorch take while four ranks share the processors. Behind a
-link with a delay, the last gradient also waits for the other ranks' shares, which are under way for one delay.
+Beside each step's time stands its limit, a lower bound: the link carries no byte of a gradient before the gradient is
+ready, and the computation takes its time. In the limit encoding and decoding take no time. The step without a link, in
+shared memory, shows how long they and PyTorch take while four ranks share the processors. Behind a link with a delay,
+the limit contains one delay, for which the last gradient waits for the other ranks' shares.
 
 ``--save`` writes docs/results/training-<model>-<date>.json after each row; with ``--resume`` the newest such file is
 continued, and only what it lacks is measured. ``--write`` makes the tables of docs/results.md and README.md and the
 figures docs/training.png and docs/training-all.png from the newest files of all models; with ``--sections ""`` nothing
 is measured.
 
-With another number of ranks (``--ranks 2 --sections steps``) the file and the place in the page have their own names.
-On two cores that shows the step without ranks that share a core. A file without curves has no times to the target.
+With another number of ranks (``--ranks 2 --sections steps``) the results file and the table in the page have their own
+names. On two cores, 2 ranks show the step without sharing a core. A file without curves has no times to the target.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ _FACTORS, _LONGER = (0.5, 2.0), 6
 @click.command()
 @click.option("--model", default="word_gpt", type=click.Choice(list(training_report.MODELS)), show_default=True)
 @click.option("--sections", default="curves,rates,long,steps,whole,scaling", show_default=True)
-@click.option("--ranks", default=RANKS, show_default=True, help="Not of the scaling.")
+@click.option("--ranks", default=RANKS, show_default=True, help="In all sections but scaling.")
 @click.option("--links", default="100mbit,1gbit,100mbit 25ms 0.1% bbr", show_default=True)
-@click.option("--methods", help="Of all sections  [default: of each section its own]")
+@click.option("--methods", help="In all sections  [default: each section's own]")
 @click.option("--seeds", default=5, show_default=True)
-@click.option("--steps", default=500, show_default=True, help="Of a training.")
+@click.option("--steps", default=500, show_default=True, help="Steps of a training.")
 @click.option("--budget", default=350, show_default=True, help="Steps of fp32 whose quality is the target.")
 @click.option("--patience", default=0.0, show_default=True, help="Seconds to wait for an idle machine, in all.")
 @click.option("--resume", is_flag=True, help="Continue the newest file: measure only what it lacks.")
@@ -117,7 +117,7 @@ def _check_fp32(methods: str | None, sections: Sequence[str], document: dict[str
 
 
 def _name(model: str, ranks: int) -> str:
-    """The part of the results file's name that says what it is of."""
+    """The part of a results file's name with the model and the number of ranks."""
     return model if ranks == RANKS else f"{model}-{ranks}-ranks"
 
 
@@ -193,11 +193,11 @@ def _measured(section: str, given: dict[str, Any], document: dict[str, Any]) -> 
                 if is_missing({"method": method, "ranks": n}):
                     yield _step(n, method, links[0] if n > 1 else None, _compute(document, until), until)
         case _:
-            raise click.BadParameter(f"section {section!r} is none of curves, rates, long, steps, whole, scaling")
+            raise click.BadParameter(f"unknown section {section!r}; use curves, rates, long, steps, whole or scaling")
 
 
 def _methods(section: str, given: str | None, model: str) -> list[str]:
-    """The methods that are given, or those of the section; a codec with momentum is not for AdamW."""
+    """The given methods, or else the section's own; codecs with momentum only for the model with SGD."""
     if given is not None:
         return split_codecs(given)
     own = {"rates": training_report.TUNED, "long": training_report.LONG}
@@ -228,8 +228,9 @@ def _step(ranks: int, method: str, link: str | None, compute: dict[str, Any], un
 def limit(compute: dict[str, Any], nbytes: float, rate: float, delay: float = 0.0) -> float:
     """The least seconds of a step that sends ``nbytes`` bytes at ``rate`` bytes per second.
 
-    What is sent arrives ``delay`` seconds later. ``compute`` is a result of training_rank.py: seconds of "forward" and
-    "optimiser", and in "ready" the gradients. A gradient's share of the bytes is its share of the elements.
+    Bytes arrive ``delay`` seconds after the link has carried them. ``compute`` is a result of training_rank.py: seconds
+    of "forward" and "optimiser", and in "ready" the gradients. A gradient's share of the bytes is its share of the
+    elements.
     """
     counts = [math.prod(shape) for shape, _ in compute["ready"]]
     left, end = nbytes, compute["ready"][-1][1]
@@ -240,9 +241,9 @@ def limit(compute: dict[str, Any], nbytes: float, rate: float, delay: float = 0.
 
 
 def _run(ranks: int, task: dict[str, Any], link: str | None = None, until: float = 0.0) -> dict[str, Any]:
-    """Start the ranks, again until ``until`` if other programs disturb them.
+    """Start the ranks; if other programs disturb them, start them again, until the time ``until``.
 
-    Returns the task with what rank 0 found.
+    Returns the task with the results of rank 0.
     """
 
     def run() -> list[dict[str, Any]]:

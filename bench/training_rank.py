@@ -27,17 +27,17 @@ import qccl
 from qccl.bench.lab.lab import shaped_nbytes
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
-#: megabytes of DDP's buckets, as in docs/examples/ddp.py, and PyTorch's default. gloo's ring waits for six delays in
-#: each bucket on 4 ranks, so where there is a delay few large ones are faster
+#: megabytes of DDP's buckets: as in docs/examples/ddp.py; and behind a link with a delay PyTorch's default. On 4 ranks
+#: gloo's ring waits for six round trips in each bucket, so few large buckets are faster there
 BUCKET_MB, FAR_BUCKET_MB = 0.5, 25.0
 #: steps between two measurements of the quality, and positions at which it is measured
 EVERY, POSITIONS = 25, 6000
-#: steps before the timing; PowerSGD begins after 10
+#: warm-up steps; PowerSGD begins to compress after 10
 WARM_UP = 12
 
 
 def main(task: dict[str, Any]) -> None:
-    """Measure as one rank; rank 0 prints what it found."""
+    """Measure as one rank; rank 0 reports its results."""
     import torch
     import torch.distributed as dist
 
@@ -53,7 +53,7 @@ def main(task: dict[str, Any]) -> None:
 
 
 def _wrapped(module: Any, method: str, link: str | None = None) -> Any:
-    """The module in DistributedDataParallel, whose gradients go by ``method`` behind ``link``."""
+    """Wrap the module in DistributedDataParallel, and let ``method`` reduce the gradients; buckets fit ``link``."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
@@ -133,10 +133,10 @@ def _without_momentum(recipe: Any) -> Any:
 
 
 def _measure_compute(task: dict[str, Any]) -> dict[str, Any]:
-    """The medians of the computation's times.
+    """The median times of a step's computation.
 
-    They are the seconds of "forward" and "optimiser", and in "ready" for each gradient, in the order in which they
-    become ready, its shape and the seconds since the beginning of the backward pass.
+    "forward" and "optimiser" are in seconds. "ready" has the shape of each gradient and the seconds from the beginning
+    of the backward pass until it is ready, in this order.
     """
     import torch
 
@@ -227,7 +227,7 @@ def sent_nbytes_behind(link: str | None) -> int:
 def _replay(ready: list[tuple[list[int], float]]) -> Any:
     """A module with parameters of given shapes, whose gradients become ready at given times of the backward pass.
 
-    The gradients are normally distributed, as a codec's time may depend on its values.
+    The gradients are normally distributed, because a codec's time may depend on its values.
     """
     import torch
     from torch import nn
@@ -246,7 +246,7 @@ def _replay(ready: list[tuple[list[int], float]]) -> Any:
             return Begin.apply(x)
 
     class Begin(torch.autograd.Function):
-        """Notes when the backward pass begins."""
+        """Records when the backward pass begins."""
 
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -258,7 +258,7 @@ def _replay(ready: list[tuple[list[int], float]]) -> Any:
             return gradient
 
     class Ready(torch.autograd.Function):
-        """Gives gradient ``number`` at its time."""
+        """Returns gradient ``number`` at its time."""
 
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, number: int) -> torch.Tensor:

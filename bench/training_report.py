@@ -38,7 +38,7 @@ OURS = (
 )
 #: methods that an earlier version measured: SparseLoCo and DeMo are in docs/examples now
 EARLIER = ("sparseloco:period=15", "demo:lr=0.002,values=exp4")
-#: the methods with several learning rates, and those of the long trainings
+#: the methods of the section "rates", and of the section "long"
 TUNED = (
     *("fp32", "powersgd:4", "minmax2:bucket=256+ef", "trellis2+ef"),
     *("topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef", "onebit:reconstruct=mean+ef"),
@@ -110,10 +110,10 @@ def paragraphs(document: Document) -> Iterator[str]:
 
 
 def headline(documents: Sequence[Document], methods: Collection[str] = (), has_delay: bool = False) -> str:
-    """The speed-up over fp32 in time to the target of each method, by model, and behind which link.
+    """The table of each method's speed-up over fp32 in time to the target, with a column for each model.
 
-    That is the first link of the documents, or with ``has_delay`` the first one with a delay; "" if they have none.
-    Without ``methods`` the table has all that were measured.
+    The link is the first one that all documents have, or with ``has_delay`` the first with a delay; without such a link
+    the result is "". Without ``methods`` the table has all measured methods.
     """
     documents = [_in_order(document) for document in documents]
     link = _headline_link(documents, has_delay)
@@ -155,7 +155,7 @@ def _described(link: str) -> str:
 
 
 def _in_order(document: Document) -> Document:
-    """The document with the curves and the steps of a link in the order of the methods; others follow."""
+    """The document with its curves, and the steps of each link, in the order of the methods; unknown methods last."""
     found = {
         section: sorted(document[section], key=lambda row: _place(row["method"]))
         for section in ("curves", "steps")
@@ -167,7 +167,7 @@ def _in_order(document: Document) -> Document:
 
 
 def _place(method: str) -> tuple[int, str]:
-    """The order of the methods; others follow."""
+    """A key to sort methods by; unknown methods come last."""
     order, name = (*THEIRS, *OURS, *EARLIER), method.partition("@")[0]
     return (len(order) + 1 if method == BOUND else order.index(name) if name in order else len(order), method)
 
@@ -182,8 +182,8 @@ def _what(document: Document) -> str:
     """The model, its optimiser and its computation, and the most that any method can gain."""
     name, size, optimiser, _ = MODELS[document["model"]]
     text = (
-        f"A {name} with {size}; {optimiser}. The computation of one rank alone takes {computation(document) * 1e3:.1f} "
-        f"ms: {document['compute']['summary']}."
+        f"A {name} with {size}; {optimiser}. The computation of one rank alone takes c = "
+        f"{computation(document) * 1e3:.1f} ms: {document['compute']['summary']}."
     )
     for link in _links(document):
         network = _network(document, link)
@@ -203,13 +203,13 @@ def _network(document: Document, link: str) -> float | None:
 
 
 def _ceiling(document: Document, link: str) -> float:
-    """The most times by which a method that changes only what is sent can shorten fp32's steps."""
+    """The upper bound of the speed-up of a step by compression alone: nothing is left of it but the computation."""
     network = _network(document, link)
     return math.nan if network is None else (computation(document) + network) / computation(document)
 
 
 def _speed_up(document: Document, link: str) -> dict[str, str]:
-    """By method: its speed-up over fp32 in time to the target behind a link."""
+    """The speed-up over fp32 in time to the target behind a link, by method."""
     rows = {row["method"]: row for row in _behind_links(document) if row["link"] == link}
     found = {method: _seconds_to_target(document, row) for method, row in rows.items() if _steps(document, method)}
     first = found["fp32"]
@@ -244,14 +244,14 @@ def _target(document: Document) -> tuple[float, float]:
 
 
 def _steps(document: Document, method: str) -> list[int | None]:
-    """The first step of each seed whose quality reaches the target."""
+    """For each seed, the first step whose quality reaches the target; None if no step does."""
     target = sum(_target(document))
     curves = [row["curve"] for row in document["curves"] if row["method"] == method]
     return [next((step for step, bits in curve if bits <= target), None) for curve in curves]
 
 
 def _accuracy(document: Document) -> Iterator[tuple[str, ...]]:
-    """Quality at the end, by seed compared with fp32's, and the steps to fp32's quality."""
+    """The rows of ACCURACY: quality at the end, its difference from fp32's of the same seed, steps to the target."""
     ends: dict[str, dict[int, float]] = {}
     for row in document["curves"]:
         ends.setdefault(row["method"], {})[row["seed"]] = row["curve"][-1][1]
@@ -332,12 +332,12 @@ def _behind_links(document: Document) -> list[dict[str, Any]]:
 
 
 def _sent(document: Document) -> dict[str, float]:
-    """The megabytes that a rank sends in a step, by method; of the first link."""
+    """The megabytes that a rank sends in a step behind the first link, by method."""
     return {row["method"]: row["nbytes"] / 1e6 for row in reversed(_behind_links(document))}
 
 
 def _times(document: Document) -> Iterator[tuple[str, ...]]:
-    """The time of a step behind each link, its limit, and the time to fp32's quality."""
+    """The rows of TIMES: the time of a step behind each link, its limit, and the time to the target."""
     fp32 = {row["link"]: row for row in _behind_links(document) if row["method"] == "fp32"}
     for row in _behind_links(document):
         seconds, first = (_seconds_to_target(document, each) for each in (row, fp32[row["link"]]))
@@ -362,7 +362,7 @@ def _timed(document: Document, row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _seconds_to_target(document: Document, row: dict[str, Any]) -> float | None:
-    """The median over the seeds; None unless most of them reach the target."""
+    """The median time to the target over the seeds; None unless most seeds reach it."""
     steps = _steps(document, row["method"])
     known = [step for step in steps if step is not None]
     return statistics.median(known) * row["seconds"] if len(known) * 2 > len(steps) else None
@@ -412,7 +412,7 @@ def _label(method: str) -> str:
 def _panel(axes: Any, document: Document, link: str, methods: Sequence[str]) -> dict[str, Any]:
     """One model behind one link: the mean over the seeds, and the band of their extremes.
 
-    Returns the lines by their labels; that of the target has the label "".
+    Returns the lines by their labels; the label of the target's line is "".
     """
     rows = [row for row in _behind_links(document) if row["link"] == link]
     seconds, ranks = {row["method"]: row["seconds"] for row in rows}, rows[0]["ranks"]

@@ -44,7 +44,7 @@ def outer_of(comm: qccl.Communicator, params: Any, method: str) -> qccl.DiLoCo:
 
 
 def local_recipe(recipe: Any, outer: qccl.DiLoCo) -> Any:
-    """A recipe whose updates count as local steps, and whose quality is the common parameters'."""
+    """A recipe whose updates count as local steps, and whose quality is that of the common parameters."""
 
     def update(model: Any, optimizer: Any) -> None:
         recipe.update(model, optimizer)
@@ -68,9 +68,9 @@ def _write(model: Any, values: Sequence[Any]) -> None:
 def step_of(
     comm: qccl.Communicator, shapes: Sequence[Sequence[int]], method: str, seconds: float, rank: int
 ) -> tuple[Callable[[], None], int]:
-    """A function that takes a local step, and how many of them are timed together: those of a period.
+    """Make a function that takes a local step; also returns the steps that are timed together: a period.
 
-    A step sleeps ``seconds`` in place of computing.
+    A step sleeps for ``seconds`` instead of computing.
     """
     params = [np.zeros(shape, np.float32) for shape in shapes]
     outer = outer_of(comm, params, method)
@@ -80,9 +80,9 @@ def step_of(
 def replayed_local_step(
     outer: qccl.DiLoCo, params: Sequence[np.ndarray[Any, Any]], seconds: float, rank: int
 ) -> Callable[..., None]:
-    """A function that takes a local step, with or without DiLoCo, and sleeps ``seconds`` in place of computing.
+    """Make a function that takes a local step, with or without DiLoCo: it sleeps for ``seconds`` instead of computing.
 
-    Some steps change the parameters, as a codec's time may depend on its values.
+    Some steps change the parameters, because a codec's time may depend on its values.
     """
     rng = np.random.default_rng(rank)
     changes = [rng.standard_normal(p.shape, np.float32) * np.float32(1e-3) for p in params]

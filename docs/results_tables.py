@@ -27,7 +27,7 @@ def _file(path: Path) -> Iterator[str]:
 
 
 def tables(document: dict[str, Any]) -> Iterator[str]:
-    """The tables of what a run of bench/host.py has measured."""
+    """The tables of a run of bench/host.py."""
     for section, lines in (("lab", _lab), ("shared", _shared), ("overlap", _overlap)):
         if document[section]:
             yield from lines(document[section])
@@ -65,8 +65,8 @@ def _shared(rows: Rows) -> Iterator[str]:
 
 
 def _overlap(rows: Rows) -> Iterator[str]:
-    yield "### Beside a caller who computes\n"
-    yield "A call of 16 MiB with `async_op=True`, and what the caller does meanwhile: each alone, and both together.\n"
+    yield "### Overlap with the caller's work\n"
+    yield "A call of 16 MiB with `async_op=True`, and the caller's own work meanwhile: each alone, and both together.\n"
     yield from _table(
         ("link", "ranks", "codec", "over", "beside", "the call alone", "the caller alone", "both"),
         (
@@ -102,6 +102,6 @@ def _plan(row: dict[str, Any]) -> str:
 
 
 def _beside(row: dict[str, Any]) -> tuple[str, str]:
-    """MPI's times, and how much longer than qccl's they are."""
+    """MPI's times, and their ratios to qccl's."""
     modes = [mode for mode in ("", " in place") if f"mpi{mode}" in row]
     return _both(row, "mpi"), ", ".join(f"{row[f'mpi{mode}'] / row[f'qccl{mode}']:.2f}" for mode in modes)

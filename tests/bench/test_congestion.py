@@ -50,4 +50,4 @@ def test_a_short_run() -> None:
     lines = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
     assert [len(line) for line in lines] == [4] * 4 and [line[0] for line in lines[2:]] == ["| none", "| 1%"]
     assert all(float(cell.strip(" |").split()[0]) > 0 for line in lines[2:] for cell in line[1:])
-    assert "The bytes alone need 3 ms, and two delays 2." in done.stdout, json.dumps(done.stdout)
+    assert "The bytes alone need 3 ms, two delays 2 ms." in done.stdout, json.dumps(done.stdout)

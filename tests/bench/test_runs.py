@@ -26,7 +26,7 @@ def test_what_is_no_results_file_is_refused_and_left_alone(tmp_path: Path, conte
     path.write_bytes(content)
     with pytest.raises(SystemExit) as refused:
         runs.begun(path, resume=True)
-    assert f"{path} is no results file" in str(refused.value) and reason in str(refused.value)
+    assert f"{path} is not a results file" in str(refused.value) and reason in str(refused.value)
     assert path.read_bytes() == content
 
 
