@@ -39,8 +39,7 @@ struct NumpyArray {
 PyTypeObject* numpy_type = nullptr;  // numpy.ndarray, when as_numpy() has checked its layout
 
 // An object as an array of NumPy; null if it is anything else, also an instance of a subclass, or if NumPy's layout is not
-// the one above. A description by NumPy's own functions takes ten times as long, and a call needs none where it only looks
-// whether anything has changed.
+// the one above. Describing an array by NumPy's own functions takes ten times as long, and a repeated call only compares.
 const NumpyArray* as_numpy(nb::handle object) {
   static bool is_other = false;  // NumPy's layout
   PyTypeObject* const type = Py_TYPE(object.ptr());
@@ -65,8 +64,8 @@ const NumpyArray* as_numpy(nb::handle object) {
   return array;
 }
 
-// The arguments of a call: the addresses and forms of its arrays, and its options. A key that is looked up lives shorter
-// than its call's arguments, so it borrows them: with Python's stable ABI each reference is two calls of functions.
+// The arguments of a call: the addresses and forms of its arrays, and its options. A key that is looked up does not
+// outlive its call's arguments, so it borrows them: counting a reference takes two calls with Python's stable ABI.
 struct Key {
   std::vector<std::uint64_t> words;
   std::vector<nb::handle> values;
@@ -101,7 +100,7 @@ struct Key {
       words.push_back(nb::len(elements));
       for (const nb::handle element : elements)
         if (!add_option(element.ptr(), constant, true)) return false;
-      hold();  // a list may lose them in a finalizer
+      hold();  // a finalizer may remove them from the list
       return true;
     }
     return false;

@@ -37,7 +37,7 @@ std::string dtype_name(nb::dlpack::dtype dtype) {
 }
 
 // Whether an object with the buffer protocol is read-only. JAX's arrays are, but their DLPack capsules are of the old kind,
-// which has no flag for it; neither has what the C functions of a type tell.
+// which has no flag for it, and the C functions of a type do not tell it either.
 bool refuses_writing(nb::handle object) {
   if (!PyObject_CheckBuffer(object.ptr())) return false;
   Py_buffer buffer;
@@ -74,7 +74,7 @@ bool is_on_gpu(std::int32_t device_type) {
 }
 
 // The memory of an array on the host, or else on a GPU, by its type's C functions, which take a tenth of the time of
-// __dlpack__ and order nothing. Nothing where the type has none, or they refuse.
+// __dlpack__ and order nothing. Empty if the type has no such functions, or they refuse.
 std::optional<View> describe_by_exchange(nb::handle object, bool on_gpu) {
   const ExchangeFunctions* functions = exchange_functions(Py_TYPE(object.ptr()));
   if (!functions) return std::nullopt;

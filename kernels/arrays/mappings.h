@@ -6,8 +6,8 @@
 
 namespace qccl {
 
-// Whether all `nbytes` (at least one) may be read, or written. No value changes, also if other threads write some. Linux;
-// elsewhere all memory is assumed to be there.
+// Whether all `nbytes` (at least one) may be read, or written. No value changes, even if other threads write at the same
+// time. On Linux; elsewhere all memory is assumed to be there.
 bool may_access(std::uintptr_t address, std::size_t nbytes, bool writes);
 
 // Whether memory that may_access() has allowed is still there. Every call on raw pointers asks, so the answer must cost

@@ -54,7 +54,7 @@ struct Unit {
   u32 offset;        // offset in the unit of this thread's first vector; the next vectors follow a row apart
   u32 vectors;       // this thread's vectors in the unit, the last perhaps partly
   u32 stored;        // vectors to store: the same, or 0
-  bool leads, last;  // this thread stores what a bucket has once, what a call has once
+  bool leads, last;  // this thread stores the data that a bucket, or a call, has once
   u64 warp_first;    // first element of this warp
   u32 warp_size;     // elements of this warp
 };

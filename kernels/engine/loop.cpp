@@ -103,7 +103,7 @@ void Loop::begin(std::shared_ptr<Run> run, std::uint64_t sequence, double timeou
 }
 
 Outcome Loop::advance(const Turn& turn, const OnControl& on_control) {
-  if (advancing_ && (turn.once || turn.brief)) return Outcome::pause;  // a nested is_completed() makes no progress
+  if (advancing_ && (turn.once || turn.brief)) return Outcome::pause;  // a nested is_completed() does not advance runs
   const ReentryGuard inside(advancing_);
   try {
     if (turn.once || turn.brief) return advance_for(turn.once ? 0 : kBriefSeconds, on_control);
@@ -113,12 +113,12 @@ Outcome Loop::advance(const Turn& turn, const OnControl& on_control) {
     stop_attending();
     return outcome;
   } catch (...) {
-    look();  // a message of failure may be the first thing that a process sees that was stopped
+    look();  // after a process was stopped, a message about a failure may be the first thing it sees
     throw;
   }
 }
 
-// The program goes on: now, or when the last run ended if that is why.
+// The program's wait is over: since the end of the last run if a run has ended, otherwise since now.
 void Loop::stop_attending() {
   attended_ += (ended_.empty() ? look() : std::max(last_end_, attended_since_)) - attended_since_;
   attended_since_ = 0;
@@ -194,7 +194,8 @@ void Loop::drain(std::uint64_t idle, const OnControl& on_control) {
   if (error) std::rethrow_exception(error);
 }
 
-// The time. Where this process was stopped, or an operation or a handler of signals took long, it has not looked for long.
+// Reads the clock. A long gap since the last reading means that the process was stopped, or busy in an operation or a signal
+// handler; it is recorded.
 double Loop::look() {
   const double now = seconds();
   if (now - looked_ > Recorder::kStill)
@@ -278,7 +279,7 @@ bool Loop::takes_header(int peer) {
   return true;
 }
 
-// The inbox must have a whole message: what lies behind its end is of an earlier one.
+// Checks that the inbox has a whole message: bytes behind the end of a shorter one belong to an earlier message.
 void Loop::check_size(int peer) {
   const std::size_t arrived = arrived_[static_cast<std::size_t>(peer)];
   const unsigned char* message = inbox(peer);

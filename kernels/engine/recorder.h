@@ -16,7 +16,7 @@ namespace qccl {
 class Recorder {
  public:
   static constexpr std::size_t kRuns = 1024;
-  // Shorter intervals between two looks at the clock are operations and naps.
+  // Seconds; shorter intervals between two looks at the clock are usual operations and naps, and are not recorded.
   static constexpr double kStill = 50e-3;
 
   struct alignas(64) Entry {
@@ -40,7 +40,7 @@ class Recorder {
     entry.ended = entry.still = 0;
   }
 
-  // `looked`: when the loop last looked at the clock, at most one operation ago. Returns what it takes for the end.
+  // `looked`: when the loop last looked at the clock, at most one operation ago. Returns the recorded end.
   double end(std::uint64_t sequence, double looked) {
     return at(sequence).ended = std::max(looked, coarse_seconds());
   }

@@ -127,8 +127,8 @@ class Run {
   Tally::Traffic traffic_;
   std::uint64_t begun_runs_ = 0;
   double begun_ = 0, attended_before_ = 0;
-  // Of this run if it is timed, otherwise of the last timed one: seconds in operations, those while the program waited,
-  // and from the recorded end to the end.
+  // Seconds of this run if it is timed, otherwise of the last timed run: in operations, in operations while the program
+  // waited, and from the recorded end to the end.
   bool timed_ = false;
   double computing_ = 0, computing_attended_ = 0, lag_ = 0;
   const double* looked_ = nullptr;        // null: traced

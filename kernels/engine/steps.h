@@ -9,8 +9,8 @@
 // - A step that writes the caller's output or depends on a transfer waits for the headers of all ranks (the gate). So
 //   received data is not used before, and a rank that has not made the call yet gets at most one window of messages.
 //   Otherwise a library that buffers small messages could run out of memory for the message that this rank gave up.
-//   Where the transport limits that itself (`sends_ahead`), an earlier send is no reason to wait: on a long way the
-//   headers come later than a window of messages is sent. A mixed group has ranks of both kinds.
+//   If the transport itself limits such messages to a rank (`sends_ahead`), a step need not wait because of an earlier
+//   send to it: between sites, headers arrive later than a window of messages is sent. A mixed group has both kinds.
 // - A Commit waits for all steps, and until this rank's own headers were sent, so that no run fails after it.
 #pragma once
 
@@ -47,9 +47,9 @@ struct EagerData {
 // one number for each rank's header.
 class Steps {
  public:
-  // `most_eager`: bytes of data that may be sent with a header. `sends_ahead`: the ranks for which the transport
-  // limits what it keeps until they make the call. What only waits for an earlier send to one of them need not wait for the
-  // headers.
+  // `most_eager`: bytes of data that may be sent with a header. `sends_ahead`: the ranks for which the transport limits the
+  // messages that it keeps until they make the call. A step that only waits for an earlier send to one of them need not
+  // wait for the headers.
   Steps(int rank, int size, std::size_t most_eager, const std::vector<int>& sends_ahead);
   Steps(const Steps&) = delete;
 

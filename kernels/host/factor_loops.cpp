@@ -17,7 +17,7 @@ constexpr u32 kDoubles = 8;  // lanes of f64xN, and partial sums of a scalar pro
 // Rows of the basis that a loop takes at once, so that it loads `row` once for them, and does not wait for its additions.
 constexpr u32 kTogether = 4;
 
-// The largest share of its norm that a row on earlier ones may lose: about what float32 rounds off.
+// A row depends on earlier rows if their projections leave at most this share of its norm, about float32's rounding.
 constexpr double kDependent = 1e-6;
 
 // Lane l has the sum of the elements l, l + 8, ... The lanes are added by halves.

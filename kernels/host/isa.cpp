@@ -1,4 +1,4 @@
-// The table of all codecs' loops, compiled once per instruction set. Each time has its own QCCL_NAMESPACE, so that the
+// The table of all codecs' loops, compiled once per instruction set. Each build has its own QCCL_NAMESPACE, so that the
 // linker cannot merge functions of different instruction sets.
 #define QCCL_HOST_LOOPS
 #include "../codecs/all.h"

@@ -9,7 +9,7 @@ namespace qccl {
 
 // The buckets that a thread works on. Buckets are independent.
 struct BucketRange {
-  std::uint64_t first, last;  // `last` is the one after
+  std::uint64_t first, last;  // `last` is one past the last bucket
 };
 
 struct EncodeArgs {

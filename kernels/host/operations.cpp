@@ -74,7 +74,7 @@ void share_buckets(const Args& args, std::uint64_t bucket, const Memory& memory,
   });
 }
 
-// Whether all values are finite: in none are all bits of the exponent set.
+// Whether all values are finite: a value is not if all bits of its exponent are set.
 template <class Bits>
 bool all_finite(const unsigned char* values, std::uint64_t count, Bits exponent) {
   constexpr std::uint64_t block = 4096;
@@ -93,8 +93,8 @@ bool all_finite(const unsigned char* values, std::uint64_t count, Bits exponent)
 
 }  // namespace
 
-// In ascending order of their starts, each extent is compared with the furthest ends before it. Calls have thousands of
-// buffers where they are coalesced, so all pairs would be too many.
+// In ascending order of their starts, each extent is compared with the furthest ends before it. Coalesced calls
+// have thousands of buffers, too many to compare all pairs.
 bool Memory::conflicts(const Memory& other) const {
   thread_local std::vector<Extent> extents;
   extents.clear();

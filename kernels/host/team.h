@@ -30,7 +30,7 @@ class HostTeam {
   // `limit`: the end of the memory that unpack() may read. `scratch`: floats for twice a bucket.
   explicit HostTeam(const u8* limit, float* scratch = nullptr) : limit_(limit), scratch_(scratch) {}
 
-  // Whether this thread stores what a bucket has once; here always.
+  // Whether this thread stores the data that a bucket has once; here always.
   bool leads() const { return true; }
 
   // A barrier of the team's threads; here nothing to do.
@@ -206,8 +206,8 @@ class HostTeam {
     return number;
   }
 
-  // body(word, first) for the bytes in words of 64 bits, of which `first` is the number of the first bit, until it returns
-  // false. Returns whether it never did.
+  // Calls body(word, first) for the bytes in words of 64 bits until it returns false; `first` is the number of the word's
+  // first bit. Returns true if no call returned false.
   template <class Body>
   QCCL_MEMBER bool each_word(const u8* from, u32 nbytes, const Body& body) const {
     for (u32 at = 0; at < nbytes; at += 8) {

@@ -65,7 +65,7 @@ class Helpers {
   }
 
  private:
-  // With fewer threads than wanted, where the system gives no more, the others take more parts.
+  // If the system gives fewer threads than wanted, the others take more parts.
   void start(std::uint64_t wanted) {
     try {
       for (; threads_ < wanted; ++threads_) std::thread([this] { help(); }).detach();

@@ -83,7 +83,7 @@ QCCL_FN Range finite_range(i32 lowest, i32 highest) {
 }
 
 // The element types, numbered as in qccl/base/dtypes.py. `to_float` is exact; `from_float` rounds to nearest even, overflows
-// to infinity and decisions every NaN into the quiet one without sign or payload.
+// to infinity, and turns every NaN into the quiet one without sign or payload.
 struct Float32 {
   using Storage = float;
   static constexpr u32 code = 0;

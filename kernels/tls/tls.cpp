@@ -112,7 +112,7 @@ class PlainStream final : public Stream {
 };
 
 class TlsStream;
-// The stream that this thread calls OpenSSL for: OpenSSL's calls of our functions belong to it.
+// The stream for which this thread calls OpenSSL now: OpenSSL then calls functions here for the same stream.
 thread_local TlsStream* serving = nullptr;
 
 int receive_for_openssl(Bio*, char* to, int nbytes) noexcept;
@@ -154,7 +154,7 @@ class TlsContext {
     return ssl;
   }
 
-  // The secret as a session that could be resumed, one for each handshake; null where OpenSSL has no memory.
+  // The secret as a session that could be resumed, one for each handshake; null if OpenSSL has no memory.
   tls::Session* make_session(Ssl* ssl) const {
     tls::Session* session = openssl.session_new();
     const tls::Cipher* cipher = openssl.cipher_find(ssl, kCipherNumber);

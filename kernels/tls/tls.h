@@ -43,11 +43,11 @@ struct Stream {
   virtual bool handshake() = 0;
   // Reads the received bytes, at most `nbytes`; 0: the peer has closed (by TLS: in order); or kWait.
   virtual std::ptrdiff_t read(void* to, std::size_t nbytes) = 0;
-  // How many bytes were taken, which may be fewer than `nbytes`, or kWait. The bytes that were not taken must come first in
-  // the next call, which has no fewer: up to 64 KiB of them are encrypted already. They may be elsewhere in memory.
+  // Returns how many bytes were taken, perhaps fewer than `nbytes`, or kWait. The next call must begin with all bytes that
+  // were not taken, because up to 64 KiB of them are encrypted already. They may be elsewhere in memory.
   virtual std::ptrdiff_t write(const void* from, std::size_t nbytes) = 0;
-  // Tells the peer that nothing more comes, so that it reads 0. Receiving goes on. What write() has not taken may be lost.
-  // Where wants_write() afterwards, the system did not take the notice yet: call again when it does.
+  // Tells the peer that nothing more comes, so that it reads 0. Receiving goes on. Bytes that write() has not taken may be
+  // lost. If wants_write() is true afterwards, the system has not taken the notice yet: call again when it can be written.
   virtual void shut() = 0;
 
   // Bytes of the handshake, of the last write(), or of shut() wait for the descriptor to be writable.

@@ -43,8 +43,8 @@ struct GroupWire : Wire {
   // Transfers with this bit in their token set the group up: poll() does not report them, set_up_completed() counts them.
   static constexpr Token kSetUp = Token{1} << 63;
 
-  // Polls in a row without a completion in which a wait keeps the processor; 0, at first: it yields the processor for a
-  // while. A wire between machines always sleeps at once. Call it before the first run.
+  // Sets for how many polls in a row without a completion a wait keeps the processor, before it sleeps. With 0, the
+  // default, it yields the processor instead. A wire between machines always sleeps at once. Call it before the first run.
   virtual void set_spins(std::uint64_t) {}
 
   // The address that another rank needs to connect to this wire.

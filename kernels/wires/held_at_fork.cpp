@@ -11,7 +11,7 @@
 namespace qccl {
 namespace {
 
-// A fork does not wait longer for all of them. Then the child has a mutex that stays locked, and must try it first.
+// The longest that a fork waits for all mutexes. After it a mutex may stay locked in the child, which must try to lock it.
 constexpr std::chrono::seconds kLongest{1};
 constexpr std::chrono::milliseconds kBetweenTries{1};
 

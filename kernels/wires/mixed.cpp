@@ -15,8 +15,8 @@ namespace qccl {
 namespace {
 
 constexpr double kSleepSeconds = 1e-3;
-// Polls of a run that find nothing, after which a thread sleeps: what it waits for may be far away. To sleep at once costs two
-// levels a fifth of their time.
+// Polls of a run that find nothing, after which a thread sleeps: the awaited message may come from far away. To sleep at
+// once costs calls in two levels a fifth of their time.
 constexpr int kPatience = 2000;
 
 class Mixed final : public GroupWire {
@@ -75,7 +75,7 @@ class Mixed final : public GroupWire {
 
   std::uint64_t set_up_completed() override { return memory_->set_up_completed() + sites_->set_up_completed(); }
 
-  // The memory has half of the time at most: a rank of this machine that is stopped takes nothing.
+  // The wire in memory gets half of the time at most: a stopped rank of this machine takes no messages.
   void close(double limit) override {
     const double end = seconds() + limit;
     memory_->close(limit / 2);
@@ -103,7 +103,7 @@ class Mixed final : public GroupWire {
 
   const std::shared_ptr<GroupWire> memory_, sites_;
   std::vector<bool> is_near_;  // by rank
-  bool shares_ = false;        // with some rank
+  bool shares_ = false;        // whether any rank shares memory with this one
   std::atomic<unsigned> turns_{0};
   std::atomic<int> patience_{0};
 };

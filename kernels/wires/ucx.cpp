@@ -22,8 +22,8 @@ namespace {
 using ucx::RequestParams;
 using ucx::Status;
 
-// Polls in a row without a completion that yield the processor, where it is not kept; then the thread sleeps, for at most
-// a millisecond.
+// Polls in a row without a completion in which a thread that does not keep the processor yields it; then the thread sleeps,
+// for at most a millisecond.
 constexpr std::uint64_t kYields = 400;
 // Empty polls of a run in which the processor is kept, about a millisecond in all: a short run ends soonest so, and a long
 // one waits for the network, which needs no processor.
@@ -304,13 +304,14 @@ class Worker final : public ReportingWire {
     return status == ucx::kOk ? descriptor_ : -1;
   }
 
-  // UCX never rests while it repeats what it cannot send to a process that has ended, so sleeping alone would find none.
+  // While UCX repeats a message that it cannot send to an ended process, no wait ever sleeps. So it is not enough to look
+  // before each sleep.
   void look_now_and_then(std::uint64_t idle, Lock& lock) {
     if (idle % kPollsBetweenLooks == 0) look_for_ended(lock);
   }
 
-  // After kQuiet without a completion, marks the connections to processes that have ended. What they sent before counts
-  // first: a rank may have left in order.
+  // After kQuiet without a completion, marks the connections to processes that have ended. Messages that they sent before
+  // count first: a rank may have left in order.
   void look_for_ended(Lock& lock) {
     if (!quiet_.is_over() || has_fault()) return;
     std::vector<int> waited;

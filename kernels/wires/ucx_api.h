@@ -1,5 +1,5 @@
 // The part of UCX's interface that the wire uses (ucp/api/ucp.h of UCX 1.10 and later), so that qccl is built without
-// its headers. Each struct says by a mask which of its fields count, and may grow at its end.
+// its headers. Each struct has a mask of the fields that are set, so later versions can add fields at its end.
 #pragma once
 
 #include <cstddef>

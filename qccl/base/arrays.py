@@ -42,7 +42,7 @@ class Form(NamedTuple):
     order: str
 
 
-@dataclass(slots=True, eq=False)  # not frozen: calls make some, and frozen ones take four times as long
+@dataclass(slots=True, eq=False)  # not frozen: calls make some, and making a frozen one takes four times as long
 class Values:
     """``count`` elements of ``dtype`` at ``address``.
 
@@ -109,7 +109,7 @@ class Memory(Protocol):
         """
 
     def recheck(self, tensors: Iterable[tuple[int, Values]], arrays: Sequence[Any], *, hold: bool) -> list[Any]:
-        """Check the tensors of a repeated call again, whose numbers in ``arrays`` are given.
+        """Check the tensors of a repeated call again; ``tensors`` has each with its position in ``arrays``.
 
         Equal arguments do not prove that their memory is the same. With ``hold``: as hold(). Returns objects that keep
         the memory alive.

@@ -1,4 +1,4 @@
-"""Limits of time, which count at once, or from the moment when work begins."""
+"""Time limits that count from now, or from the moment when work begins."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def _placed(path: Path) -> Iterator[_FilePlace]:
 
 def _walk(path: str) -> _FilePlace:
     """Open folder after folder, and follow links, but nothing that another user can have planted. Raises OSError."""
-    parts, links = path.split("/")[::-1], 0  # the last part is the next one
+    parts, links = path.split("/")[::-1], 0  # reversed, because pop() takes the last part
     at = os.open("/" if path.startswith("/") else ".", _FOLDER_FLAGS)
     try:
         while True:

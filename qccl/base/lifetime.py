@@ -1,9 +1,9 @@
 """The end of the process and os.fork(): what happens then, and in which order. Only this module registers functions.
 
 **At the end of the process** the functions of each Stage are called, stage by stage. Python calls its exit handlers in
-the reverse order of their registration. So a function that is registered is followed by those of all earlier stages
-again: a transport's module may be imported, or MPI initialised, when there are engines already. Exit handlers that the
-program registered before the last engine was made run after the engines have left.
+the reverse order of their registration. So whenever a function is registered, the functions of all earlier stages are
+registered again: a transport's module may be imported, or MPI initialised, when there are engines already. Exit handlers
+that the program registered before the last engine was made run after the engines have left.
 
 **In a child of os.fork()** groups, connections, threads and devices belong to the parent. Each Registry calls a
 function for each of its objects there, which makes the object unusable. At the end of the child nothing is done for
@@ -74,7 +74,7 @@ def unhandled() -> BaseException | None:
 
 
 def members(objects: MutableSet[_T]) -> list[_T]:
-    """The objects of a set that other threads may change, which makes the iterator of a WeakSet raise an error."""
+    """Copy a WeakSet to a list; try again if another thread changes the set, whose iterator then raises an error."""
     while True:
         with contextlib.suppress(RuntimeError):
             return list(objects)

@@ -16,7 +16,7 @@ from qccl.base.errors import EngineError
 
 __all__ = ["start"]
 
-#: seconds before a second launcher is started; doubled for each further one
+#: seconds until a second launcher is started; doubled for each further launcher
 _LAUNCH_SECONDS = 0.05
 #: most seconds for the start of a thread: a busy machine may need long
 _MOST_SECONDS = 30.0

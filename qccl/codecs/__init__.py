@@ -40,7 +40,7 @@ def examples() -> list[str]:
 
 
 _NAME = re.compile(r"([a-z_]+)(\d*)", re.ASCII)
-#: the sign that separates decorators; the one in 1e+3 does not
+#: the plus sign before a decorator, but not in a number such as 1e+3
 _PLUS = re.compile(r"\+(?![0-9])")
 #: the beginning of a specification that leaves the choice of the codec to qccl
 _AUTO = re.compile(r"\s*auto\s*($|[:+/])", re.IGNORECASE)

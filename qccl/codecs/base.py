@@ -80,7 +80,7 @@ class Codec(ABC):
     name: ClassVar[str]
     #: example specifications for the benchmark's default list and for tests; empty: the name alone
     examples: ClassVar[tuple[str, ...]] = ()
-    #: keys of other libraries: for each the field, and the field's value for each value (None: the same value)
+    #: keys of other libraries: the field for each key, and a map from its values to the field's (None: the same)
     aliases: ClassVar[Mapping[str, tuple[str, Mapping[Any, Any] | None]]] = {}
     #: whether a wire has some elements only, and the others are zero; such wires can be summed, but have no min or max
     sparse: ClassVar[bool] = False

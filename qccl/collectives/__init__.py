@@ -69,6 +69,6 @@ def spec_of_plan(
     own = own or [field.name for field in fields(COLLECTIVES[collective])][len(fields(CollectiveSpec)) :]
     for name in parameters:
         if name not in own:
-            raise ArgumentError(f"{collective} has no parameter {name!r}; those of its plans are {', '.join(own)}")
+            raise ArgumentError(f"{collective} has no parameter {name!r}; its plans have {', '.join(own)}")
     spec: CollectiveSpec = from_arguments(count, dtype, codec, chunk, **parameters)
     return spec

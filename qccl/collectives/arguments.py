@@ -49,18 +49,18 @@ def auto_codec(codec: CodecLike) -> str | None:
 
 
 def codecs_of(codec: CodecLike) -> tuple[CodecLike, ...]:
-    """The codecs that a call may use: the one given; for "auto:CODEC" none, and that one; "auto" is "auto:minmax8"."""
+    """The codecs that a call may use: the given one; or "none" and CODEC for "auto:CODEC"; "auto" is "auto:minmax8"."""
     most = auto_codec(codec)
     return (codec,) if most is None else ("none", most or "minmax8")
 
 
 def lossiest(codec: CodecLike) -> Codec:
-    """The codec of codecs_of() that gives up most. Raises CodecError."""
+    """The last codec of codecs_of(), which loses the most. Raises CodecError."""
     return codecs.get(codecs_of(codec)[-1])
 
 
 def checked_codec(codec: CodecLike) -> CodecLike:
-    """A Codec, or "auto:CODEC" as text, so that calls find it fast. Raises CodecError."""
+    """A Codec, or "auto:CODEC" as text: the forms that the table of calls finds fast. Raises CodecError."""
     found = lossiest(codec)
     return f"auto:{found.spec()}" if auto_codec(codec) is not None else found
 

@@ -84,7 +84,7 @@ class ChunkPolicy:
         return next(n for n in naturals(1) if size_before(n, n, ramp) * self.small >= nbytes), ramp
 
     def slot(self, parts: int) -> int:
-        """The bytes of codes in a chunk at which all wire slots of an all-reduce together have ``slots`` bytes."""
+        """The size of a chunk's codes, in bytes, with which all wire slots of an all-reduce take ``slots`` bytes."""
         return self.slots // (self.depth * (3 * parts - 2))
 
 

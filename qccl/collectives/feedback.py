@@ -125,7 +125,7 @@ def _state_buffer(old: Span, dtype: DType) -> StateBuffer:
 
 
 def _used(ops: Iterable[Op], kind: str) -> Iterator[tuple[Span, Span]]:
-    """The spans of one kind of state that operations use, each with the own values to which it belongs."""
+    """The spans of one kind of state that operations use; with each, the span of own values that it belongs to."""
     for op in ops:
         if isinstance(op, Reduce) and op.own is not None and op.state is not None:
             each: StateBuffer | None = getattr(op.state, kind)

@@ -217,7 +217,7 @@ def hierarchical(
     stages: list[Stage] = []
     last: list[Stage] = []
     rounds: list[Round | Slots] = []
-    lag = 0  # of the next stages, which wait for those before
+    lag = 0  # the lag of the next stages, which wait for the stages before
     scatter = ScatterReduce(node, up, buffers.source, name="up")
     gather = AllGatherRound(node, down, name="down", round_number=3)
     if node.size > 1:

@@ -107,7 +107,7 @@ class CollectiveSpec(ABC):
     name: ClassVar[str]
     #: whether codecs with error feedback or momentum are allowed
     keeps_state: ClassVar[bool] = False
-    #: the array whose elements are the whole vector, if this rank has it; otherwise its first array is
+    #: the array whose elements are the whole vector; the first array if this rank lacks it
     whole: ClassVar[str] = "input"
     #: the names of its algorithms, if it has several; then it has a field ``algorithm``, and overrides ``choose``
     algorithms: ClassVar[tuple[str, ...]] = ()
@@ -141,7 +141,7 @@ class CollectiveSpec(ABC):
     def checked(
         cls, count: int, dtype: DTypeLike, codec: CodecLike, chunk: int | None, order: str = "C", **own: Any
     ) -> Self:
-        """The spec with these fields, of which those that several collectives have are checked."""
+        """The spec with these fields; checks the fields that several collectives share."""
         checked = {name: _CHECKS[name](value) if name in _CHECKS else value for name, value in own.items()}
         if cls.algorithms and "algorithm" in own:
             one_of(own["algorithm"], ("auto", *cls.algorithms), "algorithm")
@@ -204,7 +204,7 @@ class CollectiveSpec(ABC):
         return ()
 
     def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
-        """This rank's buffers; in place without those that are another's memory.
+        """This rank's buffers; in place, without the buffers that are part of another buffer.
 
         Raises ArgumentError if ``size`` ranks cannot make the call.
         """

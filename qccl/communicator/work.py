@@ -47,7 +47,7 @@ class Work:
 
     @guarded
     def is_completed(self) -> bool:
-        """Whether the call has ended or failed. May make progress; never blocks for long."""
+        """Whether the call has ended or failed. May advance the call; never blocks for long."""
         execution = self._execution
         if execution is not None:
             before = self._session.unsettle(self._call)
@@ -127,7 +127,7 @@ class Work:
         return self._result
 
     def exception(self) -> Exception | None:
-        """The error of the call, or None if the call succeeded or has not ended. Makes no progress."""
+        """The error of the call, or None if the call succeeded or has not ended. Does not advance the call."""
         execution = self._execution
         return self._exception if execution is None else execution.failure
 

@@ -117,7 +117,7 @@ def call_on_host(function: HostFunction, xs: Sequence[Any]) -> list[Any]:
     for x in xs:
         _check_devices(_devices_of(x))
     at_exit(Stage.CALLS, _finish_calls)
-    # a barrier of all arrays: a transformation of JAX that moves a part of a program moves enter, FFI call and leave
+    # one barrier for all arrays: a transformation of JAX that moves part of a program moves enter, FFI call and leave
     xs = jax.lax.optimization_barrier(list(xs))
     call = _Pending(function, xs)
 

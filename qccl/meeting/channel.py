@@ -142,7 +142,7 @@ class Channel:
 
     def send_frame(self, framed: bytes, seconds: float) -> None:
         """Send a message that frame() has made for several channels; see send()."""
-        self._connection.settimeout(min(max(0.0, seconds), LONGEST_SECONDS))  # sendall's is for all bytes
+        self._connection.settimeout(min(max(0.0, seconds), LONGEST_SECONDS))  # counts for all bytes together
         self._connection.sendall(framed)
 
     def receive(self, deadline: Deadline) -> Any:

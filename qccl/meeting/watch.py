@@ -98,7 +98,7 @@ class Watch:
             return [rank for rank in ranks if rank in ended]
 
     def begin(self) -> None:
-        """Begin to connect to the ranks at other addresses than this rank's, without waiting; for reach()."""
+        """Begin to connect, without waiting, to the ranks at other addresses than this rank's; reach() follows."""
         with self._lock:
             for rank in self._elsewhere:
                 if rank in self._places:

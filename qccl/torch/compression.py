@@ -127,8 +127,8 @@ class Compression:
         """Follow a GradScaler, which multiplies the gradients by a factor that changes.
 
         Each backward pass reads ``scaler.get_scale()``, and residuals are converted from the factor of their step to
-        the factor of the next step. The scaler skips a pass whose gradients are not all finite; such a pass changes no
-        residual, for which the residuals are copied in each step. Call scale_with() once, on all ranks, before the
+        the factor of the next step. The scaler skips a pass whose gradients are not all finite. Such a pass must
+        change no residual, so the residuals are copied in each step. Call scale_with() once, on all ranks, before the
         first backward pass. The scaler must not change its factor between a backward() and the ``scaler.step()`` that
         uses its gradients.
 

@@ -411,7 +411,7 @@ def _difference(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, A
 
 
 def _shown(parameter: Sequence[Any] | None) -> str:
-    """Describe a parameter of ParameterGroup.description() in an error."""
+    """Format one parameter of ParameterGroup.description() for an error."""
     if parameter is None:
         return "nothing"
     name, shape, strides = parameter

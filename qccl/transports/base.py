@@ -91,11 +91,11 @@ class Group(ABC):
         raise self.impossible("grow()")
 
     def regroup(self, calls: int, timeout: float, *, grows: bool) -> tuple[Transport, int]:
-        """Collective among the ranks that are left: their new transport, and the largest of their numbers ``calls``.
+        """Collective among the ranks that are left: make their new transport; also returns their largest ``calls``.
 
-        With ``grows`` the group also has the processes that wait, after the others. This transport is useless
-        afterwards. Until the ranks have agreed, it delivers this rank's messages, because others may still be in the
-        last call. Raises PeerLost if the others go on without this rank, CollectiveTimeout, EngineError.
+        With ``grows``, processes that wait join the group, behind the others. This transport is useless afterwards.
+        Until the ranks have agreed, it delivers this rank's messages, because others may still be in the last call.
+        Raises PeerLost if the others go on without this rank, CollectiveTimeout, EngineError.
         """
         raise self.impossible("grow()" if grows else "shrink()")
 

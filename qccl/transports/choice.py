@@ -116,7 +116,7 @@ class Offer(NamedTuple):
             if [*map(type, offer)] == [*map(type, cls())] and (rank or _DRAWN.fullmatch(offer.drawn)):
                 return cls._make(printable(each, _MOST_REASON) if isinstance(each, str) else each for each in offer)
         raise MismatchError(
-            f"rank {rank} brought a note that is not one of this version of qccl; install the same one on all ranks"
+            f"rank {rank} brought a note that this version of qccl cannot read; install the same version on all ranks"
         )
 
 

@@ -406,7 +406,7 @@ def _member(rank: int, note: bytes) -> tuple[Member, int]:
         return parse_member(member), int(left)
     except (NotARank, ValueError) as error:
         raise MismatchError(
-            f"rank {rank} brought a note that is not one of this version of qccl; install the same one on all ranks"
+            f"rank {rank} brought a note that this version of qccl cannot read; install the same version on all ranks"
         ) from error
 
 

@@ -190,7 +190,7 @@ class TorchTransport(Transport):
         return [each[:length] for each, length in zip(items, lengths, strict=True)]
 
     def abort(self, reason: str) -> None:
-        """Close the connections a moment later; the other ranks notice it."""
+        """Close the connections a moment later, by which the other ranks notice the loss."""
         if not self._gone:
             self._gone = True
             self._timer = threading.Timer(_LAST_WORDS_SECONDS, self._give_up)

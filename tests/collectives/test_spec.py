@@ -49,7 +49,7 @@ def vector(count: int = 12, dtype: type = np.float32) -> np.ndarray:
             lambda c: c.quantized_allreduce_coalesced(iter([vector()])),
             "xs must be a list of arrays, .* not list_iterator; pass a list",
         ),
-        (lambda c: c.plan("reduce_scatter", 12, root=1), "has no parameter 'root'; those of its plans are op, counts"),
+        (lambda c: c.plan("reduce_scatter", 12, root=1), "has no parameter 'root'; its plans have op, counts"),
         (lambda c: c.plan("gather", 12), '"reduce_scatter", "all_gather"'),
     ],
 )

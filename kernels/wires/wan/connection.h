@@ -22,8 +22,8 @@ class Connection {
   bool write(const std::function<FramePointer()>& next);
   // Gives `take` the frames that have come, except acknowledgements. Throws FrameError.
   void read(const std::function<void(const Head&, const unsigned char*)>& take);
-  // Has an acknowledgement written, this rank's `number`th, which says how many bytes wait for receives. It takes the place
-  // of one that is not written yet.
+  // Queues this rank's acknowledgement `number`, which says how many bytes wait for receives. It replaces an acknowledgement
+  // that is not written yet.
   void acknowledge(std::size_t early, std::uint64_t number);
   // Frames that have come since then.
   std::uint64_t unacknowledged() const { return received_ - said_; }

@@ -12,8 +12,8 @@
 
 namespace qccl::wan {
 
-// Bytes of a message in one frame, with whose head it fills one record of TLS. Small, because it is decided late which
-// connection carries a frame: the fastest takes most.
+// Bytes of a message in one frame; with the head they fill one record of TLS. Frames are small, because each is given to a
+// connection as late as possible, so that the fastest connection takes most of them.
 constexpr std::size_t kPartNbytes = (16 << 10) - 40;
 // A message up to this size does not wait behind longer ones: a header with its data, and messages about the group.
 constexpr std::size_t kShortNbytes = 9 << 10;
@@ -26,7 +26,7 @@ enum class Kind : std::uint32_t {
   announce,   // message `index` with `tag` waits, because too many bytes wait for receives
   posted,     // the receive of that message is there
   bye,        // the rank has closed the group, and everything that it sent has come
-  probe,      // nothing: from its acknowledgement TCP learns that what was sent before it is lost. It is not counted
+  probe,      // no content: its acknowledgement shows TCP that earlier packets were lost. A probe is not counted
 };
 
 // Little-endian on every machine that qccl runs on.
@@ -48,7 +48,7 @@ struct FrameError : std::runtime_error {
 struct Frame {
   std::vector<unsigned char> bytes;
   bool is_short = false;
-  // Where it was sent: connections that carry it, and the slot of the first. It has come if one of them says so.
+  // The number of connections that carry it, and the slot of the first. It has come if one of them acknowledges it.
   int copies = 0, slot = -1;
   double sent_at = 0;
   bool has_come = false;

@@ -15,7 +15,7 @@ constexpr std::size_t kMostEarly = 3 * kCreditNbytes;
 constexpr std::size_t kMessageNbytes = 256;
 // Most bytes of one message, because the inbox notes for each part whether it came.
 constexpr std::uint64_t kMostTotal = std::uint64_t{1} << 40;
-// Most messages of one tag behind the first that has not ended.
+// Most messages of one tag after the first unfinished one.
 constexpr std::uint64_t kMostBehind = 1 << 20;
 
 std::size_t parts_of(std::uint64_t total) {

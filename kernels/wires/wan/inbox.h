@@ -19,7 +19,7 @@ class Inbox {
     std::size_t got, expected;
   };
 
-  // Until `token` is in the vector of a call, `data` is written only within these calls.
+  // `data` is written only within calls of this class, until one of them appends `token` to its vector.
   void receive(int tag, void* data, std::size_t nbytes, Token token, std::size_t* arrived);
   // A frame of Kind::data. Throws FrameError.
   void take(const Head& head, const unsigned char* data);

@@ -21,7 +21,7 @@ namespace {
 constexpr std::uint64_t kVersion = 1;
 // Seconds in which a connection must be made, and between two tries.
 constexpr double kDialSeconds = 1.5, kRetrySeconds = 0.2;
-// The other one of two ranks, which usually calls, begins this much earlier.
+// Seconds by which the rank that usually calls begins earlier than the other one.
 constexpr double kSecondSeconds = 1;
 // Most callers accepted at once: callers that have said who they are come first.
 constexpr int kMostAccepts = 16;
@@ -59,7 +59,7 @@ void Links::begin(int rank, const std::vector<std::string>& addresses, double no
     peer.rank = static_cast<int>(i);
     peer.places = parsed[i].places;
     peer.down_since = now;
-    if (!parsed[i].connections) peer.lose("its messages go another way");  // which nobody hears: no transfer waits for it
+    if (!parsed[i].connections) peer.lose("its messages go another way");  // nobody sees this: no transfer waits for it
     peer.links.assign(static_cast<std::size_t>(std::min({settings_.connections, parsed[i].connections, most})) + 1, 0);
     peer.next_dial.assign(peer.links.size(), now + (calls_first(peer) ? 0 : kSecondSeconds));
   }
@@ -74,7 +74,7 @@ void Links::close() {
   ::close(settings_.listener);
 }
 
-// -- which there are --------------------------------------------------------------------------------------------------
+// -- finding connections ----------------------------------------------------------------------------------------------
 
 std::vector<std::uint64_t> Links::ids() const {
   std::vector<std::uint64_t> found;

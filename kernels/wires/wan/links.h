@@ -39,7 +39,7 @@ class Links {
   // Sets for what epoll waits.
   void update(Link& link);
 
-  // By time: calls a rank for connections that are missing, and listens again where there were no descriptors.
+  // Timed work: calls a rank for connections that are missing, and listens again after descriptors were short.
   void call_missing(Peer& peer, double now);
   void listen_again(double now);
   // Extends deadlines by the seconds for which the process was stopped or busy.

@@ -24,9 +24,9 @@ class Outbox {
   void fill(std::vector<Token>& copied);
   // The next frame for a connection, or nothing.
   FramePointer next(int slot, bool takes_short, bool takes_long, double now);
-  // One that another connection has carried since before `sent_before`, and that has perhaps not come; each once.
+  // A frame that another connection has carried since before `sent_before`, and that has perhaps not come; each frame once.
   FramePointer copy(int slot, double sent_before);
-  // A frame of this rank's own: an announcement, or that a receive is there.
+  // Adds a frame without data: an announcement, or the notice that a receive is there.
   void put(const Head& head);
   // The frames of a broken connection, which may have come or not.
   void again(Frames frames);

@@ -21,7 +21,7 @@ constexpr double kLateRoundTrips = 2, kLateSeconds = 0.02;
 // A network counts as idle after this many seconds without a new frame.
 constexpr double kIdleNetworkSeconds = 0.003;
 
-// Frames under way; of equal ones the connection that was used first is the next.
+// The order in which connections get a frame: the fewest frames under way, then the longest time without a new frame.
 std::pair<std::size_t, std::uint64_t> load(const Link& link) { return {link.connection->under_way(), link.turn}; }
 
 }  // namespace
@@ -125,8 +125,8 @@ void Sender::measure(Link& link, double now) {
   Peer& peer = group_.at(link.peer);
   peer.round_trip = 1e-6 * info.tcpi_rtt;
   if (info.tcpi_total_retrans != std::exchange(link.resent, info.tcpi_total_retrans)) peer.lossy_until = now + kLossySeconds;
-  // The other rank's machine has taken all that there is room for, and its process is busy: TCP's timeout would count that.
-  // It answers each probe, unless this rank's machine has lost the address, and so cannot even send.
+  // The other rank's machine has no room for more, because its process is busy, and TCP's timeout would count that time. The
+  // machine answers each probe, unless this machine has lost its address, and so cannot even send.
   const bool is_full = !info.tcpi_unacked && link.connection->under_way() && info.tcpi_probes <= kUnanswered;
   if (is_full != std::exchange(link.is_patient, is_full)) set_timeout(link.connection->descriptor(), !is_full);
 }

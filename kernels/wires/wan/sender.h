@@ -20,7 +20,7 @@ class Sender {
   void pump(Peer& peer, std::vector<Token>& copied);
   // Reads TCP's measurements of a connection.
   void measure(Link& link, double now);
-  // Has something small follow the last frame of a connection, where TCP has sent that.
+  // Sends something small after the last frame of a connection, if TCP has sent that frame.
   void probe(Link& link);
 
  private:

@@ -128,7 +128,8 @@ class Sites final : public ReportingWire {
     if (!reports_.has_completed()) look_for_ended(lock);
   }
 
-  // In the wire's thread. Its time is not the other ranks': nobody waits for them.
+  // In the wire's thread. While only this thread runs, nobody waits for the other ranks, so their time to come back does not
+  // pass.
   void advance_alone(int wakeup) override {
     Lock lock(mutex_);
     const double now = move();
@@ -142,7 +143,7 @@ class Sites final : public ReportingWire {
     ::poll(waited, 2, WireThread::kSleepMilliseconds);
   }
 
-  // Far away from the others a pause costs little time, and saves the processor from every single packet.
+  // If the other ranks are far away, a pause costs little time, and the processor need not handle each packet by itself.
   double pause() const {
     const double found = std::min(kLongestPauseSeconds, nearest_ * kPauseRoundTrips);
     return found >= kShortestPauseSeconds ? found : 0;
@@ -211,7 +212,7 @@ class Sites final : public ReportingWire {
     if (link.has_tail && peer.is_lossy(now)) sender_.probe(link);
   }
 
-  // Extends the others' deadlines: a process that did not look could not see them keep these.
+  // Extends the other ranks' deadlines by the seconds in which this process was stopped or busy, and saw nothing of them.
   void give_time(double busy) {
     links_.give_time(busy);
     for (Peer& peer : group_.peers)

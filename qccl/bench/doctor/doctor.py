@@ -84,7 +84,7 @@ def parse_model(text: str) -> list[tuple[int, ...]]:
     try:
         given: Any = imported(module, name)() if colon else None
     except TypeError as error:
-        raise ValueError(f"{text!r} cannot be called without arguments ({error}); name a function of none") from error
+        raise ValueError(f"{text!r} cannot be called without arguments ({error}); name one without any") from error
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"{text!r} cannot be imported ({error}); give a module in this folder or on PYTHONPATH"

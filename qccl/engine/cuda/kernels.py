@@ -28,7 +28,7 @@ def kernels(device: int, names: Iterable[str], *more: str) -> dict[str, int]:
     """
     names = tuple(dict.fromkeys(names))
     new = [name for name in names if (device, name, more) not in _kernels]
-    if len(new) > 1:  # the compiler lets go of the interpreter
+    if len(new) > 1:  # in parallel: the compiler releases the interpreter
         threads, setting = min(len(new), _COMPILERS, os.cpu_count() or 1), cuda_libraries().runtime.setDevice
 
         def compile_all() -> list[tuple[bytes, str]]:

@@ -335,7 +335,7 @@ def stream_status(stream: int) -> int:
 
 @contextmanager
 def relaxed() -> Iterator[Any]:
-    """Yield the driver module, with this thread in the mode in which its calls cannot end another thread's capture."""
+    """Yield the driver module; meanwhile this thread's calls cannot invalidate another thread's stream capture."""
     driver = cuda_libraries().bindings
     mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     _, before = driver.cuThreadExchangeStreamCaptureMode(mode)

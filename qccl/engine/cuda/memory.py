@@ -125,7 +125,7 @@ class CudaMemory:
             if found is None:
                 found = _current_stream(array, self.device)
                 if found is not None and (is_tensor(array) or _is_cupy(array)):
-                    by_type[type(array)] = found  # the library's, whatever the array
+                    by_type[type(array)] = found  # a library has one current stream for all its arrays
             own.append(found)
         known = [s for s in own if s is not None]
         call = _number(stream) if stream is not None else known[0] if known else 0

@@ -132,7 +132,7 @@ class HostEngine:
             execution.program, execution.bound, execution.request, execution.kept = program, bound, request, kept
             execution.timeout = self.timeout if timeout is None else timeout
             execution.done = execution.begun = False
-            execution.sequence, execution.call = self.numbers.take()  # last: until here nothing has happened
+            execution.sequence, execution.call = self.numbers.take()  # last: nothing has changed before
             program.users += 1
             try:
                 if is_alone or (not self._queue and self._may_begin(execution)):
