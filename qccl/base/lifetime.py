@@ -2,8 +2,8 @@
 
 **At the end of the process** the functions of each Stage are called, stage by stage. Python calls its exit handlers in
 the reverse order of their registration. So whenever a function is registered, the functions of all earlier stages are
-registered again: a transport's module may be imported, or MPI initialised, when there are engines already. Exit handlers
-that the program registered before the last engine was made run after the engines have left.
+registered again: a transport's module may be imported, or MPI initialised, when there are engines already. Exit
+handlers that the program registered before the last engine was made run after the engines have left.
 
 **In a child of os.fork()** groups, connections, threads and devices belong to the parent. Each Registry calls a
 function for each of its objects there, which makes the object unusable. At the end of the child nothing is done for
