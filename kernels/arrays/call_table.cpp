@@ -78,7 +78,7 @@ struct Key {
 
   void add_pointer(const void* pointer) { words.push_back(reinterpret_cast<std::uintptr_t>(pointer)); }
 
-  // False for a value that may change, or that may equal another one that does not mean the same. An instance of
+  // Adds an option; false if its value may change, or may equal a value with another meaning. An instance of
   // `constant` equals only itself: its own comparison would be Python code.
   bool add_option(PyObject* value, PyTypeObject* constant, bool is_element = false) {
     PyTypeObject* type = Py_TYPE(value);

@@ -85,8 +85,8 @@ class Mixed final : public GroupWire {
  private:
   GroupWire& to(int peer) { return is_near_.at(static_cast<std::size_t>(peer)) ? *memory_ : *sites_; }
 
-  // Until something comes by either wire, for a millisecond at most. Between sites far from each other the packets may wait
-  // for a moment, but a message in memory need not.
+  // Sleeps until something comes by either wire, for a millisecond at most. Between distant sites packets may wait for a
+  // moment, but a message in memory need not.
   void wait() {
     if (patience_ > 0) {
       --patience_;

@@ -220,7 +220,7 @@ def uses_mpi(launcher: Launcher, wanted: str | None) -> bool:
 
 
 def _has_other_transport() -> bool:
-    """Whether this process can use another transport than MPI. If not, MPI's error is raised, with its advice."""
+    """Whether this process can use another transport than MPI. If not, init() raises MPI's error."""
     return not (obstacle("ucx") and obstacle("gloo"))
 
 

@@ -26,7 +26,7 @@ __all__ = ["Session"]
 
 _T = TypeVar("_T")
 
-#: how often settling an exception begins anew when further exceptions interrupt it, as of impatient users
+#: how often the clean-up after an exception is started again when further exceptions interrupt it, such as Ctrl-C
 _ATTEMPTS = 100
 
 
@@ -38,7 +38,7 @@ class Started(Protocol):
 
 
 class Programs(Protocol):
-    """Where the programs of a collective come from, which may compile them."""
+    """A source of a collective's programs, which may compile them."""
 
     def __call__(self, spec: CollectiveSpec, *, in_place: bool) -> Compiled:
         """The programs."""
@@ -55,8 +55,8 @@ class Session:
         state: the state of stateful codecs, by key.
         end, numbers: of the group, and of its next call: the engine's.
         statistics: totals of the calls.
-        unsettled: by thread, what it has begun and not settled (guard.py); empty between calls.
-        ending: the Works that a thread is ending, which may check their results; and that thread's number.
+        unsettled: by thread, the mark of the call that it has begun and not settled (guard.py); empty between calls.
+        ending: the Works that are being ended, and may check their results; each with the number of its thread.
         making: the mark of the latest call that made a group, and the function that ends that group if an exception,
             which it gets, ends the call.
         calling: the Works whose functions a thread is calling, and that thread's number.
@@ -71,7 +71,7 @@ class Session:
         group: str,
         ranges: Ranges | None,
     ) -> None:
-        """``ranges``: for profilers, what begins and ends with the start of a call."""
+        """``ranges``: makes a profiler's range around the start of a call; None: no ranges."""
         self.rank, self.size, self.group = rank, size, group
         self.engine, self.memory = backend.engine, backend.memory
         if ranges is not None:  # calls without ranges pay nothing for them
@@ -83,7 +83,7 @@ class Session:
         self.statistics = Statistics(rank, size, self.group, self.engine.tallies)
         self._measured: Measured | None = None  # the last measurement
         self._endpoint: Endpoint | None = None
-        self._is_recorded = False  # the failure
+        self._is_recorded = False  # whether a record of the failure was written
         self.unsettled: dict[int, Mark] = {}
         self.making: tuple[Mark | None, Callable[[BaseException], None]] = None, lambda error: None
         self.calling: dict[object, tuple[int]] = {}
@@ -207,7 +207,7 @@ class Session:
         return whole, request, (kept, memory)
 
     def run_collective(self, name: str, act: Callable[[], _T]) -> _T:
-        """One call that moves no arrays: wait until every rank has made it, then ``act``.
+        """Make a call that moves no arrays: wait until every rank has made it, then ``act``.
 
         The guard of the communicator's method sets the mark back, when the program has the result.
         """
@@ -265,14 +265,14 @@ class Session:
         return self.unsettled.get(get_ident())
 
     def unsettle(self, call: int) -> Mark | None:
-        """Let an exception in this thread end the group from now on; returns what was unsettled before."""
+        """Let an exception in this thread end the group from now on; returns the mark from before."""
         thread = get_ident()
         before = self.unsettled.get(thread)
         self.unsettled[thread] = (call,)
         return before
 
     def settle(self, before: Mark | None) -> None:
-        """Nothing more is unsettled in this thread than ``before``."""
+        """Set this thread's mark back to ``before``."""
         thread = get_ident()
         if before is not None:
             self.unsettled[thread] = before
@@ -287,7 +287,7 @@ class Session:
         self._record_failure()
 
     def record(self, reason: str) -> GroupRecord:
-        """The last calls; see Communicator.record()."""
+        """Record the last calls; see Communicator.record()."""
         return GroupRecord.of(self.group, self.rank, self.size, self._records(), reason)
 
     def _records(self) -> list[CallRecord]:
@@ -295,7 +295,7 @@ class Session:
         return found if self._measured is None else self._measured.records(found)
 
     def write_record(self, reason: str) -> None:
-        """To the folder that QCCL_RECORDS names, if it does."""
+        """Write the record to the folder that QCCL_RECORDS names, if it is set."""
         if folder := os.environ.get(FOLDER):
             write_record(self.record(reason), folder)
 
@@ -305,14 +305,14 @@ class Session:
             self.write_record(str(self.end.failure))
 
     def retire(self, reason: str) -> None:
-        """Make no more calls on the host, where the other ranks may still be in the last one; see HostEngine."""
+        """Make no more calls; on the host the other ranks may still be in the last one (HostEngine.retire)."""
         self._record_failure()
         if not self.end.is_over:
-            self._is_recorded = True  # this is none
+            self._is_recorded = True  # leaving is not a failure
             self.engine.retire(PeerLost(f"rank {self.rank} gave up: {reason}"))
 
     def interrupted(self, error: BaseException, before: Mark | None, number: int | None = None) -> None:
-        """Settle what an exception has left that leaves a call (guard.py); further exceptions do not end this.
+        """Clean up after an exception leaves a call (guard.py), even if further exceptions interrupt this.
 
         If the group's next call still has the ``number`` that it had at the begin, nothing was sent.
         """

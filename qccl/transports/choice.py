@@ -219,7 +219,7 @@ def refusal_of_mpi(launcher: Launcher, wanted: str | None = None) -> str:
 
 
 def _by_settings(wanted: str | None) -> Offer:
-    """This process's offer with the settings of the program and of the user alone."""
+    """Make this process's offer from the settings of the program and of the user alone."""
     token = token_key()
     return Offer(
         wanted=wanted or wanted_transport() or "",

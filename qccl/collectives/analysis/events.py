@@ -227,7 +227,7 @@ def _check_match(
 
 
 def _connect_transfers(graph: EventGraph, local: _Local, departure: int) -> None:
-    """Apply MPI's or eager rules to one rank; a send's event has the number of its receive's plus ``departure``."""
+    """Apply MPI's or eager rules to one rank; the number of a send's event is its receive's plus ``departure``."""
     events: list[int] = []
     for task, before in zip(local.program, local.before, strict=True):
         transfer = local.transfer(task)
