@@ -19,8 +19,8 @@ import re
 from collections.abc import Sequence
 
 __all__ = ["ArgumentError", "CodecError", "CollectiveTimeout", "EngineError", "InvalidBufferError", "MismatchError"]
-__all__ += ["PeerLost", "QcclError", "described", "failure_text", "forked", "gave_up", "is_own"]
-__all__ += ["is_reported_elsewhere", "own", "ranks_text"]
+__all__ += ["PeerLost", "QcclError", "as_failure", "described", "for_others", "forked", "gave_up", "is_own"]
+__all__ += ["names_rank", "own", "ranks_text", "with_text"]
 
 
 class QcclError(Exception):
@@ -48,7 +48,16 @@ class CollectiveTimeout(QcclError, TimeoutError):
 
 
 class PeerLost(QcclError, ConnectionError):
-    """Another rank failed, left, or cannot be reached."""
+    """Another rank failed, left, or cannot be reached.
+
+    Attributes:
+        rank: the number of that rank in the group; None if it is unknown, or if there are several.
+        reason: the reason that the rank gave, such as the type and the text of its exception; None if it gave none.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.rank, self.reason = rank, reason
 
 
 class EngineError(QcclError):
@@ -63,24 +72,32 @@ class EngineError(QcclError):
         self.code = code
 
 
-_GAVE_UP = " gave up: "
+#: finds the number of a rank in a text
+names_rank = re.compile(r"\branks? \[?\d").search
 
 
-def gave_up(rank: int, error: BaseException) -> QcclError:
-    """The error that other ranks and later calls raise after an exception ended a call on ``rank``."""
-    return error if isinstance(error, QcclError) else PeerLost(failure_text(rank, error))
+def gave_up(rank: int, reason: str) -> PeerLost:
+    """The error of a group that ``rank`` has given up, for that rank and the others."""
+    return PeerLost(f"rank {rank} gave up: {reason}", rank, reason)
 
 
-def failure_text(rank: int, error: BaseException) -> str:
-    """The message to the other ranks about an exception of ``rank``: the error's own if it says which rank failed."""
-    if isinstance(error, PeerLost | MismatchError | CollectiveTimeout) and re.search(r"\branks? \[?\d", str(error)):
-        return str(error)
-    return f"rank {rank}{_GAVE_UP}{described(error)}"
+def as_failure(rank: int, error: BaseException) -> QcclError:
+    """The failure of a communicator after an exception ended a call on ``rank``."""
+    return error if isinstance(error, QcclError) else gave_up(rank, described(error))
 
 
-def is_reported_elsewhere(error: BaseException) -> bool:
-    """Whether the message is another rank's about its own failure (failure_text), which that rank reports itself."""
-    return _GAVE_UP in str(error)
+def for_others(rank: int, error: BaseException) -> QcclError:
+    """The error that ``rank`` tells the other ranks after an exception: the exception if its text names a rank."""
+    if isinstance(error, PeerLost | MismatchError | CollectiveTimeout) and names_rank(str(error)):
+        return error
+    return gave_up(rank, described(error))
+
+
+def with_text(error: QcclError, text: str) -> QcclError:
+    """Make an error of the same class with another text; its other attributes are those of ``error``."""
+    made = type(error)(text)
+    vars(made).update((name, value) for name, value in vars(error).items() if name in vars(made))
+    return made
 
 
 def own(error: QcclError) -> QcclError:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from qccl.base.errors import CollectiveTimeout, MismatchError
 from qccl.meeting.strangers import printable
 from qccl.observe.records import CallRecord, GroupRecord, TransferRecord
 
 __all__ = ["Finding", "findings", "names"]
 
-#: the begin of errors that name the rank on which the group has ended (errors.py, host/engine.py, transports/)
-_ENDED_BY = re.compile(r"rank ([0-9]{1,7}) (?:gave up|was lost|ended its process|has closed|closed the group)")
 #: errors of ranks that have waited for others, or differ from them
-_WAITED = re.compile(r"reached the deadline|do not agree")
+_WAITED = {CollectiveTimeout.__name__, MismatchError.__name__}
 #: a rank stood still if it did not advance the call for this part of the others' waiting time
 _STILL = 0.5
 
@@ -220,9 +218,9 @@ def _gave_up(records: Mapping[int, GroupRecord], where: str) -> Iterator[Finding
     A rank that another rank names may itself have failed because of a third one. If a rank has reached its deadline, or
     most have given up, for example after Ctrl-C, the errors are consequences, and none is taken.
     """
-    if any(_WAITED.search(record.reason) for record in records.values()):
+    if any(record.error in _WAITED for record in records.values()):
         return
-    named = {rank: int(found[1]) for rank, record in records.items() if (found := _ENDED_BY.match(record.reason))}
+    named = {rank: record.lost for rank, record in records.items() if record.lost is not None}
     origins: dict[int, str] = {}
     for first in sorted(named):
         seen, rank = {first}, first

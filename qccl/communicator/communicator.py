@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from qccl.base.deadline import Deadline
 from qccl.base.dtypes import DTypeLike
-from qccl.base.errors import ArgumentError, CollectiveTimeout, PeerLost, QcclError
+from qccl.base.errors import ArgumentError, CollectiveTimeout, QcclError, gave_up
 from qccl.base.guard import guarded
 from qccl.base.removed import check_variables
 from qccl.collectives import CollectiveSpec, HierarchicalSpec, spec_of_plan
@@ -422,7 +422,7 @@ class Communicator(Collectives):
         self._session.check_process()
         if not self.transport.can_regroup:
             raise self.transport.impossible("shrink()")
-        self._session.retire("shrink() was called")
+        self._session.retire()
         self._session.unsettle(self.calls)
         self._begin_making()
         return self._continue_on(*self.transport.regroup(self.calls, timeout, grows=False))
@@ -509,7 +509,7 @@ class Communicator(Collectives):
         On the host they raise PeerLost in their current or next call; on CUDA they reach their deadlines.
         """
         if not self._session.end.closed:
-            self._session.fail(PeerLost(f"rank {self.rank} gave up: {reason}"))
+            self._session.fail(gave_up(self.rank, reason))
 
     @guarded
     def close(self) -> None:

@@ -9,7 +9,7 @@ from threading import get_ident
 from typing import Any, Protocol, TypeVar
 
 from qccl.base.arrays import Values
-from qccl.base.errors import ArgumentError, EngineError, PeerLost, QcclError, gave_up
+from qccl.base.errors import ArgumentError, EngineError, QcclError, as_failure, gave_up, with_text
 from qccl.base.guard import Mark, abandoned, is_inside, register_guard
 from qccl.base.lifetime import Registry
 from qccl.collectives import CollectiveSpec
@@ -104,7 +104,7 @@ class Session:
         if end.failure is not None:
             self._record_failure()
             text = f"this communicator failed earlier and is unusable: {end.failure}"
-            raise type(end.failure)(text) from end.failure  # a variable would keep this call's arrays alive
+            raise with_text(end.failure, text) from end.failure  # a variable would keep this call's arrays alive
 
     def check_thread(self) -> None:
         """Raise ArgumentError in a function of a Work."""
@@ -286,7 +286,7 @@ class Session:
         self.engine.fail(error)
         self._record_failure()
 
-    def record(self, reason: str) -> GroupRecord:
+    def record(self, reason: str | QcclError) -> GroupRecord:
         """Record the last calls; see Communicator.record()."""
         return GroupRecord.of(self.group, self.rank, self.size, self._records(), reason)
 
@@ -294,7 +294,7 @@ class Session:
         found = self.engine.records()
         return found if self._measured is None else self._measured.records(found)
 
-    def write_record(self, reason: str) -> None:
+    def write_record(self, reason: str | QcclError) -> None:
         """Write the record to the folder that QCCL_RECORDS names, if it is set."""
         if folder := os.environ.get(FOLDER):
             write_record(self.record(reason), folder)
@@ -302,14 +302,14 @@ class Session:
     def _record_failure(self) -> None:
         if self.end.failure is not None and not self._is_recorded:
             self._is_recorded = True
-            self.write_record(str(self.end.failure))
+            self.write_record(self.end.failure)
 
-    def retire(self, reason: str) -> None:
+    def retire(self) -> None:
         """Make no more calls; on the host the other ranks may still be in the last one (HostEngine.retire)."""
         self._record_failure()
         if not self.end.is_over:
             self._is_recorded = True  # leaving is not a failure
-            self.engine.retire(PeerLost(f"rank {self.rank} gave up: {reason}"))
+            self.engine.retire(gave_up(self.rank, "shrink() was called"))
 
     def interrupted(self, error: BaseException, before: Mark | None, number: int | None = None) -> None:
         """Clean up after an exception leaves a call (guard.py), even if further exceptions interrupt this.
@@ -321,7 +321,7 @@ class Session:
                 mark = self.mark()
                 if mark is not None and mark is not before and self.numbers.sequence != number:
                     of_call = error if number is not None and isinstance(error, QcclError) else None
-                    self.fail(of_call or gave_up(self.rank, error), mark[0])
+                    self.fail(of_call or as_failure(self.rank, error), mark[0])
                     if self.making[0] is mark:
                         self.making[1](error)
                 self.settle(before)
@@ -338,8 +338,8 @@ class Session:
     def check_abandoned(self) -> None:
         """End the group if an exception has ended a call, and another one has ended interrupted()."""
         for thread, mark in abandoned(self).items():
-            reason = f"rank {self.rank} gave up: exceptions have ended an earlier call at several points"
-            self.fail(PeerLost(reason), mark[0])
+            reason = "exceptions have ended an earlier call at several points"
+            self.fail(gave_up(self.rank, reason), mark[0])
             self.unsettled.pop(thread, None)
 
     def check_process(self) -> None:

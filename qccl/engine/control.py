@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from qccl import _host
-from qccl.base.errors import EngineError, MismatchError
+from qccl.base.errors import EngineError, MismatchError, PeerLost, for_others, gave_up, names_rank
 from qccl.meeting.strangers import printable
 
 __all__ = ["CALL", "HEADER_NBYTES", "Block", "ControlKind", "Header", "text_of"]
@@ -28,8 +28,10 @@ HEADER_NBYTES = _host.HEADER_NBYTES
 CONTROL_TAG = _host.CONTROL_TAG
 
 _MAGIC = b"qccl"
-_VERSION = 2
+_VERSION = 3
 _LAYOUT = struct.Struct("<4sHHQ32s")  # magic, version, kind, sequence, SHA-256 of the whole text
+#: a flag in the sequence number of a last message: the text is the reason that the lost rank gave, not a whole sentence
+_IS_REASON = 1 << 63
 _AGREED_NBYTES = _host.AGREED_NBYTES
 _TEXT_NBYTES = _AGREED_NBYTES - _LAYOUT.size
 _FIXED = struct.Struct("<4sHHQ")
@@ -39,7 +41,7 @@ class ControlKind(IntEnum):
     """The kinds of control message."""
 
     CALL = 1  # the header of a call
-    ABORT = 2  # the sender gave up; the text says why
+    ABORT = 2  # the sender's group has failed; the text says why
     MISMATCH = 3  # the sender gave up, because the ranks do not agree
     CLOSE = 4  # the sender makes no more calls
 
@@ -53,6 +55,7 @@ def _tail(text: str) -> bytes:
 class Header(NamedTuple):
     """The contents of a control message; two ranks agree on a call when the packed bytes are equal.
 
+    ``sequence``: the number of the call; in a rank's last message 1 + the lost rank, or 0 if that is unknown.
     ``pairs``: for each peer, a further text on which this rank and the peer must agree; usually ().
     """
 
@@ -83,10 +86,25 @@ class Header(NamedTuple):
                 f"rank {peer} sent a control message that this version of qccl cannot read (starts with "
                 f"{message[:8]!r}); every rank must run the same version"
             )
-        text = printable(text_of(message))
-        if kind != ControlKind.CALL and "rank" not in text:
-            text = f"rank {peer} gave up: {text or 'it did not say why'}"
-        return cls(ControlKind(kind), sequence, text)
+        return cls(ControlKind(kind), sequence, printable(text_of(message)))
+
+    @classmethod
+    def of_end(cls, kind: ControlKind, rank: int, error: BaseException) -> Header:
+        """The last message of ``rank``, whose communicator ends because of ``error``."""
+        told = for_others(rank, error)
+        if not isinstance(told, PeerLost) or told.rank is None:
+            return cls(kind, 0, str(told))
+        if told.reason is None:
+            return cls(kind, told.rank + 1, str(told))
+        return cls(kind, told.rank + 1 | _IS_REASON, told.reason)
+
+    def end(self, peer: int, size: int) -> PeerLost:
+        """The error that a last message of ``peer`` brings to the other ranks of ``size``."""
+        lost = (self.sequence & ~_IS_REASON) - 1
+        rank = lost if 0 <= lost < size else None
+        if self.sequence & _IS_REASON or not names_rank(self.text):
+            return gave_up(peer if rank is None else rank, self.text)
+        return PeerLost(self.text, rank)
 
 
 def text_of(header: bytes) -> str:

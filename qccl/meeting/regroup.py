@@ -88,7 +88,7 @@ class MembershipSocket(Membership):
             if not ranks:
                 continue
             if message.epoch == self.epoch:
-                raise own(PeerLost(f"rank {ranks[0]} gave up while the group was made"))
+                raise own(PeerLost(f"rank {ranks[0]} gave up while the group was made", ranks[0]))
             if message.epoch < self.epoch:
                 self._callers.dismiss(caller, self.told(message.member.id))
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from qccl.base.errors import ArgumentError
+from qccl.base.errors import ArgumentError, PeerLost, QcclError
 from qccl.base.files import read_file, writing
 from qccl.base.machine_name import machine_name
 from qccl.base.scalars import MOST_RANKS
@@ -48,9 +48,11 @@ class GroupRecord:
         group: name of the group, the same on its ranks.
         rank, size: number of the rank in the group, and number of all.
         host, pid: machine and process of the rank.
-        reason: why the record was made; an error's text, for example.
+        reason: why the record was made; for example the text of the group's failure.
         written: time of the record in seconds since 1970, like all times of the calls.
         calls: the calls, the oldest first.
+        error: the type of that failure, such as "PeerLost"; empty for another reason.
+        lost: the rank on which the group has ended according to that failure, or None.
     """
 
     group: str
@@ -61,14 +63,18 @@ class GroupRecord:
     reason: str
     written: float
     calls: tuple[CallRecord, ...]
+    error: str = ""
+    lost: int | None = None
 
     @classmethod
-    def of(cls, group: str, rank: int, size: int, calls: list[CallRecord], reason: str) -> GroupRecord:
+    def of(cls, group: str, rank: int, size: int, calls: list[CallRecord], reason: str | QcclError) -> GroupRecord:
         """The record of this process, whose calls have times of time.monotonic()."""
         now = time.time()
         shift = now - time.monotonic()
         own = tuple(_shifted(call, shift) for call in calls)
-        return cls(group, rank, size, machine_name(), os.getpid(), reason, now, own)
+        error = type(reason).__name__ if isinstance(reason, QcclError) else ""
+        lost = reason.rank if isinstance(reason, PeerLost) else None
+        return cls(group, rank, size, machine_name(), os.getpid(), str(reason), now, own, error, lost)
 
     def as_dict(self) -> dict[str, Any]:
         """The record as a dict for JSON."""
@@ -80,10 +86,13 @@ class GroupRecord:
         import msgspec  # here: a program that reads no records, such as scripts/gpu-check, does not need it
 
         try:
+            given = (
+                {"error": "", "lost": None} | given if isinstance(given, dict) else given
+            )  # earlier files lack these
             msgspec.convert(given, _allowed())
             record = msgspec.convert(given, cls)
-            if not record.rank < record.size <= MOST_RANKS:
-                raise ValueError(f"rank {record.rank} of {record.size}")
+            if not max(record.rank, record.lost or 0) < record.size <= MOST_RANKS:
+                raise ValueError(f"rank {record.rank} of {record.size}, which has lost {record.lost}")
             if any(call.sequence >= later.sequence for call, later in pairwise(record.calls)):
                 raise ValueError("its calls are not in the order of their numbers")
         except ValueError as error:
@@ -167,7 +176,7 @@ def _allowed() -> Any:
     rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
     seconds = Annotated[float, Meta(ge=-(2.0**64), le=2.0**64)]
     types: dict[str, Any] = {"int": natural, "str": str, "bool": bool, "float": seconds, "float | None": seconds | None}
-    types |= {"State": State, "tuple[int, ...]": tuple[rank, ...]}
+    types |= {"State": State, "int | None": rank | None, "tuple[int, ...]": tuple[rank, ...]}
     for kind in (TransferRecord, CallRecord, GroupRecord):
         fields = [(field.name, types[str(field.type)]) for field in dataclasses.fields(kind)]
         fields += [("format", Literal[FORMAT])] if kind is GroupRecord else []

@@ -418,24 +418,27 @@ class Faults:
 
     def __init__(self, membership: MembershipSocket, library: str, text: Callable[[int], str]) -> None:
         self._membership, self._library, self._text = membership, library, text
-        self._lost: str | None = None
+        self._lost: tuple[str, int] | None = (
+            None  # the text and the rank of the first loss, which every later use raises
+        )
 
     def __call__(self, rank: int, status: int, reason: str, peer: int, lost: bool, got: int, expected: int) -> None:
         """Raise the error of a fault (WireFault in kernels/wires/group_wire.h)."""
         if lost:
             why = reason or self._text(status)
-            self._lost = self._lost or self._who_was_lost(rank, peer, why)  # every later use raises the same error
-            raise own(PeerLost(self._lost))
+            self._lost = self._lost or self._who_was_lost(rank, peer, why)
+            raise own(PeerLost(*self._lost))
         if status:
             raise own(EngineError(f"{self._library}: {self._text(status)}", code=status))
         if peer >= 0:
             raise own(MismatchError(f"rank {peer} sent {got} bytes to rank {rank}, which expected {expected}"))
         raise own(EngineError("this transport was closed or aborted; make another communicator"))
 
-    def _who_was_lost(self, rank: int, peer: int, why: str) -> str:
+    def _who_was_lost(self, rank: int, peer: int, why: str) -> tuple[str, int]:
         ended = self._membership.find_lost(peer)
         who = f"rank {peer} gave up or cannot be reached" if ended is None else f"rank {ended} was lost"
-        return f"{who}: rank {rank} has no connection to rank {peer} any more ({why})"
+        text = f"{who}: rank {rank} has no connection to rank {peer} any more ({why})"
+        return text, peer if ended is None else ended
 
 
 def _forked(transport: ConnectedTransport) -> None:

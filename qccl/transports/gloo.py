@@ -396,7 +396,7 @@ def _tag(tag: int, nbytes: int) -> int:
 def _lost(ranks: Sequence[int], error: RuntimeError) -> PeerLost:
     names = ", ".join(map(str, ranks))
     who = f"ranks {names} were" if len(ranks) > 1 else f"rank {names} was" if ranks else "a rank was"
-    return PeerLost(f"{who} lost (gloo: {_text(error)})")
+    return PeerLost(f"{who} lost (gloo: {_text(error)})", ranks[0] if len(ranks) == 1 else None)
 
 
 def _text(error: RuntimeError) -> str:

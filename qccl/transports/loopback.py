@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qccl.base.deadline import Deadline
-from qccl.base.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLost
+from qccl.base.errors import ArgumentError, CollectiveTimeout, MismatchError, gave_up
 from qccl.transports.base import Transport
 
 __all__ = ["LoopbackGroup", "LoopbackTransport"]
@@ -54,7 +54,7 @@ class LoopbackGroup:
         if size < 1:
             raise ArgumentError(f"a group needs at least 1 rank, not {size}")
         self.size = size
-        self.failure: str | None = None
+        self.failure: tuple[int, str] | None = None  # the rank that gave up, and why
         self.lock = threading.Lock()
         self.wake = [threading.Condition(self.lock) for _ in range(size)]
         self.completed: list[list[Hashable]] = [[] for _ in range(size)]
@@ -98,8 +98,8 @@ class LoopbackGroup:
             self.wake[sender].notify_all()
         self.wake[receiver].notify_all()
 
-    def withdraw(self, rank: int, failure: str | None) -> None:
-        """Remove all transfers of ``rank``, so that its memory may be freed; ``failure`` fails the group."""
+    def withdraw(self, rank: int, reason: str | None) -> None:
+        """Remove all transfers of ``rank``, so that its memory may be freed; with a ``reason`` the group has failed."""
         with self.lock:
             for (sender, _, _), sends in self._sends.items():
                 if sender == rank:
@@ -111,8 +111,8 @@ class LoopbackGroup:
             for (_, receiver, _), receives in self._receives.items():
                 if receiver == rank:
                     receives.clear()
-            if failure is not None and self.failure is None:
-                self.failure = failure
+            if reason is not None and self.failure is None:
+                self.failure = rank, reason
             for condition in self.wake:
                 condition.notify_all()
 
@@ -131,7 +131,7 @@ class LoopbackGroup:
                 if len(gathered.items) == self.size:
                     break
                 if self.failure is not None:
-                    raise PeerLost(self.failure)
+                    raise gave_up(*self.failure)
                 if deadline.is_over:
                     missing = [r for r in range(self.size) if r not in gathered.items]
                     raise CollectiveTimeout(f"ranks {missing} did not come to a collective call within {timeout} s")
@@ -179,7 +179,7 @@ class LoopbackTransport(Transport):
         if fault is not None:
             raise fault
         if group.failure is not None:
-            raise PeerLost(group.failure)
+            raise gave_up(*group.failure)
         return ()
 
     def split(self, color: int | None, key: int, timeout: float) -> LoopbackTransport | None:
@@ -203,7 +203,7 @@ class LoopbackTransport(Transport):
         """Withdraw this rank's transfers; the others raise PeerLost with ``reason``, after its last small messages."""
         if not self._gone:
             self._gone = True
-            self._group.withdraw(self.rank, f"rank {self.rank} gave up: {reason}")
+            self._group.withdraw(self.rank, reason)
 
     def close(self) -> None:
         """Withdraw this rank's transfers; small messages that it has sent still arrive. Never waits."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 
 from qccl.base import errors
@@ -34,10 +37,22 @@ class Silent(Exception):
     ids=lambda each: type(each).__name__,
 )
 def test_what_other_ranks_hear_of_an_exception(error, text):
-    """The error itself, if it says which rank has failed; of others, who gave up."""
-    assert errors.failure_text(3, error) == text
-    found = errors.gave_up(3, error)
+    """The error itself, if it says which rank has failed; of others, who gave up, and why."""
+    told, found = errors.for_others(3, error), errors.as_failure(3, error)
+    assert str(told) == text and (told is error or (told.rank, f"rank 3 gave up: {told.reason}") == (3, text))
     assert found is error if isinstance(error, QcclError) else type(found) is PeerLost and str(found) == text
+
+
+@pytest.mark.parametrize(
+    "error", [PeerLost("rank 1 was lost", 1), errors.gave_up(2, "enough"), PeerLost("a rank was lost")], ids=str
+)
+def test_copies_of_a_lost_rank(error):
+    """Other processes, and later calls, get the same text and attributes."""
+    text = str(error)
+    for each in (pickle.loads(pickle.dumps(error)), copy.copy(error), errors.with_text(error, text)):
+        assert type(each) is PeerLost and (str(each), each.args) == (text, (text,))
+        assert (each.rank, each.reason) == (error.rank, error.reason)
+    assert errors.with_text(EngineError("no", 7), "again: no").code == 7
 
 
 def test_errors_of_a_transport_are_marked():

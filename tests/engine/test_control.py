@@ -12,7 +12,7 @@ from schedule_cases import one_rank
 from threads import CODEC, Caller, Counting, near_sum, outcomes, ramp
 
 from qccl.base.dtypes import FLOAT32
-from qccl.base.errors import EngineError
+from qccl.base.errors import CollectiveTimeout, EngineError, PeerLost, gave_up
 from qccl.collectives.allreduce import one_shot, two_round
 from qccl.collectives.schedule import Buffer, Decode, Encode, Exchange, Role, Schedule, Span, Transfer
 from qccl.engine.control import CONTROL_TAG, HEADER_NBYTES, Block, ControlKind, Header, mismatch_error
@@ -87,6 +87,24 @@ def test_a_header_in_bytes():
     for version in (b"QCCL" + packed[4:], packed[:4] + bytes([packed[4] + 1]) + packed[5:]):
         with pytest.raises(EngineError, match="rank 3 sent a control message that this version"):
             Header.unpack(version, 3)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        gave_up(2, "ValueError: no"),
+        PeerLost("rank 0 was lost: no connection", 0),
+        PeerLost("ranks 0, 2 were lost"),
+        CollectiveTimeout("rank 1 reached the deadline of f: rank 2 did not make this call"),
+    ],
+    ids=str,
+)
+def test_a_last_message_brings_the_error(error):
+    """With the lost rank and its reason, also if another rank passes it on; of a deadline the text alone."""
+    packed = Header.of_end(ControlKind.ABORT, 1, error).pack()
+    found = Header.unpack(packed, 1).end(1, 3)
+    assert type(found) is PeerLost and str(found) == str(error)
+    assert (found.rank, found.reason) == (getattr(error, "rank", None), getattr(error, "reason", None))
 
 
 @pytest.mark.parametrize(

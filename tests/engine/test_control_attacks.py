@@ -158,9 +158,10 @@ def test_messages_after_the_last_one_change_nothing(over):
 )
 def test_the_reason_of_another_rank_is_text_that_names_it(text):
     """Whatever it sends, and without characters that control a terminal or begin a line of a log."""
-    message = Header(ControlKind.ABORT, 0, "").pack()
-    found = Header.unpack(message[:48] + text.ljust(len(message) - 48, b"\0"), 3).text
-    assert found.startswith("rank 3 gave up: ") and found.isprintable()
+    for sequence in (0, 1 << 40, 1 << 63, 2**64 - 1):
+        message = Header(ControlKind.ABORT, sequence, "").pack()
+        found = Header.unpack(message[:48] + text.ljust(len(message) - 48, b"\0"), 3).end(3, 5)
+        assert str(found).startswith("rank 3 gave up: ") and str(found).isprintable() and found.rank == 3
 
 
 def test_sixteen_calls_ahead_are_not_too_many():

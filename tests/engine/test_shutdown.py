@@ -58,15 +58,15 @@ def test_a_rank_that_calls_while_another_closes_is_still_heard():
 
 def test_an_exception_in_close_reaches_the_other_ranks(monkeypatch):
     """Those that close, too, would wait for this rank's last message, as in grow(), until their deadline."""
-    packed, raised = shutdown._packed, list[str]()
+    packed, raised = shutdown.Shutdown._packed, list[Exception]()
 
-    def interrupted(kind, text):
+    def interrupted(self, kind, error):
         if threading.current_thread().name == "rank 0" and not raised:
-            raised.append(text)
+            raised.append(error)
             raise ConnectionResetError("of a signal's handler")
-        return packed(kind, text)
+        return packed(self, kind, error)
 
-    monkeypatch.setattr(shutdown, "_packed", interrupted)
+    monkeypatch.setattr(shutdown.Shutdown, "_packed", interrupted)
 
     def run(comm):
         if comm.rank == 0:
@@ -74,7 +74,7 @@ def test_an_exception_in_close_reaches_the_other_ranks(monkeypatch):
                 comm.close()
             return ""
         comm.close()
-        return comm._session.engine._shutdown.left[0]
+        return str(comm._session.engine._shutdown.left[0])
 
     assert qccl.run_ranks(2, run)[1] == "rank 0 gave up: ConnectionResetError: of a signal's handler"
 

@@ -179,7 +179,7 @@ def changed_call(**fields):
 HOSTILE = [
     *(None, 3, [], {}, "text", [RECORD.as_dict()]),
     *(changed(format=FORMAT + 1), changed(rank=2), changed(rank=-1), changed(rank=0.5), changed(size=10**9)),
-    *(changed(size=True), changed(calls=[{}])),
+    *(changed(size=True), changed(calls=[{}]), changed(lost=2), changed(lost=-1), changed(error=None)),
     *(changed(group=3), changed(calls=None), changed(calls=[3]), changed(calls={}), changed(other=1)),
     *(changed_call(sequence="1"), changed_call(begun="now"), changed_call(missing=3), changed_call(missing=["1"])),
     *(changed_call(transfers=[[]]), changed_call(transfers=[{"peer": 1}]), changed_call(computes=1), changed_call(x=1)),
@@ -226,4 +226,5 @@ def test_the_record_says_on_whom_the_group_has_ended(tmp_path, monkeypatch):
             raise RuntimeError("mine")
 
     qccl.run_ranks(3, run)
-    assert {read_record(path).reason for path in tmp_path.glob("*.json")} == {"rank 0 gave up: asked for"}
+    records = [read_record(path) for path in tmp_path.glob("*.json")]
+    assert {(each.reason, each.error, each.lost) for each in records} == {("rank 0 gave up: asked for", "PeerLost", 0)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from qccl.base.errors import ArgumentError, CodecError, PeerLost, QcclError, is_reported_elsewhere
+from qccl.base.errors import ArgumentError, CodecError, PeerLost, QcclError
 from qccl.bench.options import SweepOptions
 from qccl.bench.start.launched import let_rank_0_speak
 from qccl.bench.sweep.plain import load_mpi
@@ -36,7 +36,7 @@ def run_rank(options: SweepOptions) -> int:
         let_rank_0_speak(launcher)
         _report(rank, error)
     except QcclError as error:
-        if not isinstance(error, PeerLost) or (rank == 0 and not is_reported_elsewhere(error)):
+        if not isinstance(error, PeerLost) or (rank == 0 and error.reason is None):
             _report(rank, error)
     return 1
 

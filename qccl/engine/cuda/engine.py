@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from qccl.base.deadline import Deadline
-from qccl.base.errors import ArgumentError, CollectiveTimeout, EngineError, QcclError, gave_up
+from qccl.base.errors import ArgumentError, CollectiveTimeout, EngineError, QcclError, as_failure
 from qccl.base.lifetime import Registry, Stage
 from qccl.collectives.chunks import GPU
 from qccl.collectives.schedule import Queue, Schedule
@@ -153,7 +153,7 @@ class CudaEngine:
                 program.enqueue(run, queues, bound.addresses, lr=lr, trace=trace)
             except BaseException as error:  # part of the run may be on its streams
                 ours = error if isinstance(error, QcclError) else as_qccl_error(error)
-                self.fail(ours or gave_up(self.rank, error))
+                self.fail(ours or as_failure(self.rank, error))
                 if ours is None or self.end.failure is error:
                     raise
                 raise (self.end.failure or ours) from error  # an earlier failure, such as the deadline, is the reason
@@ -313,7 +313,7 @@ class CudaEngine:
             self._pending.sweep(apart=True)
             self.transport.check()
         except Exception as error:
-            self.fail(as_qccl_error(error) or gave_up(self.rank, error))
+            self.fail(as_qccl_error(error) or as_failure(self.rank, error))
         if run := self._pending.overdue():
             self.fail(CollectiveTimeout(f"rank {self.rank} reached the deadline of {run.call_text}; it was aborted"))
         if not self._pending:

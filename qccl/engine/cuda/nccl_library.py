@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from qccl.base.errors import ArgumentError, EngineError, PeerLost, QcclError
+from qccl.base.errors import ArgumentError, EngineError, PeerLost, QcclError, with_text
 from qccl.engine.cuda.libraries import bounded, cuda_libraries
 
 __all__ = ["UINT8", "BareCommunicator", "call", "last_error", "library", "set_up", "with_reason"]
@@ -78,8 +78,7 @@ def with_reason(error: QcclError) -> QcclError:
     if not last or last in str(error):
         return error
     hint = next((f"; {hint}" for words, hint in _HINTS if re.search(words, last, re.IGNORECASE)), "")
-    text = f"{error}: {last}{hint}"
-    return EngineError(text, error.code) if isinstance(error, EngineError) else type(error)(text)
+    return with_text(error, f"{error}: {last}{hint}")
 
 
 def set_up(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from qccl.base.deadline import Deadline
-from qccl.base.errors import CollectiveTimeout, EngineError, QcclError, gave_up
+from qccl.base.errors import CollectiveTimeout, EngineError, QcclError, as_failure
 from qccl.engine.progress import ProgressThread
 from qccl.transports.base import Transport
 
@@ -137,7 +137,7 @@ class HostProxy:
             except BaseException as caught:
                 error = caught
         if error is not None:
-            ours = gave_up(self.transport.rank, error)
+            ours = as_failure(self.transport.rank, error)
             self._on_failure(ours)  # before abort() releases the streams, so that their later work is discarded
             self.abort(str(ours))
         return True

@@ -15,7 +15,7 @@ from typing import Any
 
 from qccl.base import threads
 from qccl.base.deadline import Deadline
-from qccl.base.errors import ArgumentError, CollectiveTimeout, EngineError, QcclError, gave_up
+from qccl.base.errors import ArgumentError, CollectiveTimeout, EngineError, QcclError, as_failure
 from qccl.engine.callbacks import WithCallbacks
 from qccl.engine.control import Header
 from qccl.engine.cuda.device import Device
@@ -224,7 +224,7 @@ class PendingRuns:
             if run.finish is not None:
                 run.finish()
         except Exception as error:  # while it computes the times of a trace
-            run.failure = as_qccl_error(error) or gave_up(self._rank, error)
+            run.failure = as_qccl_error(error) or as_failure(self._rank, error)
         run.deadline.start()  # for messages that are still under way
         if run.failure is None:
             run.ended = time.monotonic()

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from qccl import _host
-from qccl.base.errors import CollectiveTimeout, MismatchError, PeerLost, QcclError, failure_text, gave_up
+from qccl.base.errors import CollectiveTimeout, MismatchError, PeerLost, QcclError, as_failure
 from qccl.base.guard import release_all
 from qccl.base.lifetime import Registry, Stage, keep, unhandled
 from qccl.collectives.chunks import BETWEEN_SITES, NETWORK, ChunkPolicy, shared_memory
@@ -89,7 +89,7 @@ class HostEngine:
         self._over: list[HostExecution] = []  # ended runs whose functions are called once the lock is released
         wire = transport.wire or _host.PythonWire(transport)
         self._loop = _host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL)
-        self._shutdown = Shutdown(self._loop)
+        self._shutdown = Shutdown(self._loop, transport.rank)
         self._left = self._shutdown.left
         self._barrier: HostProgram | None = None
         transport.progress_hook, transport.engine = self.step, self
@@ -235,7 +235,7 @@ class HostEngine:
         self._end_progress_thread()
         self.end.fail(error)
         self.end.has_left = True
-        self._shutdown.tell(ControlKind.CLOSE, str(error))
+        self._shutdown.tell(ControlKind.CLOSE, error)
         self._shutdown.flush()
         _live.discard(self)
 
@@ -254,17 +254,16 @@ class HostEngine:
         if self.end.closed:
             return
         if self._active or self._queue:
-            self.fail(PeerLost(f"rank {self.rank} closed the group in the middle of a call"))
+            self.fail(PeerLost(f"rank {self.rank} closed the group in the middle of a call", self.rank))
         self._end_progress_thread()
         self.end.close()
         if self.end.failure is None:
             self.end.has_left = True
             try:
-                text = f"rank {self.rank} has closed its communicator"
-                if not self._shutdown.close(text, timeout, self._on_control):
+                if not self._shutdown.close(timeout, self._on_control):
                     keep(self)  # other ranks have not closed in time, which is not a failure
             except BaseException as error:  # another rank's failure, or the program's exception
-                self._shutdown.tell(ControlKind.ABORT, failure_text(self.rank, error))
+                self._shutdown.tell(ControlKind.ABORT, error)
                 self._shutdown.flush()
                 self._transport.abort(str(error))
                 if not isinstance(error, QcclError):
@@ -451,9 +450,9 @@ class HostEngine:
         header = Header.unpack(message, peer)
         if header.kind is ControlKind.CALL:
             raise self._active[header.sequence].header_mismatch(peer, message)
-        self._left[peer] = header.text
+        self._left[peer] = left = header.end(peer, self._transport.size)
         if header.kind is not ControlKind.CLOSE:
-            raise (MismatchError if header.kind is ControlKind.MISMATCH else PeerLost)(header.text)
+            raise MismatchError(str(left)) if header.kind is ControlKind.MISMATCH else left
         for execution in self._active.values():
             self._check_present(execution)
 
@@ -461,7 +460,8 @@ class HostEngine:
         """Raise PeerLost if a rank that left has not sent its header for this run."""
         absent = sorted(self._left.keys() & set(execution.missing_ranks()))
         if absent and not execution.done:
-            raise PeerLost(f"{self._left[absent[0]]}, and rank {self.rank} called {execution.call_text}")
+            left = self._left[absent[0]]
+            raise PeerLost(f"{left}, and rank {self.rank} called {execution.call_text}", left.rank, left.reason)
 
     def _overdue(self, late: HostExecution) -> CollectiveTimeout:
         return CollectiveTimeout(f"rank {self.rank} reached the deadline of {late.call_text}: {late.waits_for()}")
@@ -472,7 +472,7 @@ class HostEngine:
         """Fail all runs under way; completed runs keep their results."""
         if self.end.failure is None:
             self._remove_ended()
-        self._fail(gave_up(self.rank, error))
+        self._fail(as_failure(self.rank, error))
 
     def _fail(self, error: QcclError) -> None:
         """End the group. If an exception interrupts it, it is called again; all of it may be repeated."""
@@ -489,7 +489,7 @@ class HostEngine:
             self._over.append(execution)
         self._loop.halt()
         differs = isinstance(error, MismatchError)
-        self._shutdown.tell(ControlKind.MISMATCH if differs else ControlKind.ABORT, failure_text(self.rank, error))
+        self._shutdown.tell(ControlKind.MISMATCH if differs else ControlKind.ABORT, error)
         try:
             self._shutdown.flush()
             if differs:
@@ -509,15 +509,16 @@ class HostEngine:
         if not self._take_turn(_HALT_SECONDS):
             return
         if not self.end.has_left:
+            in_call = bool(self._active or self._queue or self.end.failure is not None)
+            left = f"rank {self.rank} ended its process{' in the middle of a call' if in_call else ''}"
             error = unhandled()
-            reason = f"rank {self.rank} ended its process" if error is None else failure_text(self.rank, error)
-            if self._active or self._queue or self.end.failure is not None:
-                reason += " in the middle of a call" if error is None else ""
-                self._fail(PeerLost(reason))
+            failure = PeerLost(left, self.rank) if error is None else as_failure(self.rank, error)
+            if in_call:
+                self._fail(failure)
             else:
-                self.end.fail(PeerLost(reason))
+                self.end.fail(failure)
                 self.end.has_left = True
-                self._shutdown.tell(ControlKind.CLOSE, reason)
+                self._shutdown.tell(ControlKind.CLOSE, failure)
                 self._shutdown.flush()
         self._lock.release()
 

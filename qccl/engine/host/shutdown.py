@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from qccl import _host
 from qccl.base.deadline import Deadline
-from qccl.base.errors import MismatchError, QcclError, failure_text, gave_up
+from qccl.base.errors import MismatchError, PeerLost, QcclError, as_failure, described
 from qccl.engine.control import CALL, ControlKind, Header, data_nbytes
 from qccl.transports.base import Transport
 
@@ -24,16 +24,16 @@ class Shutdown:
     """Sends this rank's last control message, and takes those of the other ranks. The caller holds the engine's lock.
 
     Attributes:
-        left: ranks that make no more calls, with the text of their last control message.
+        left: ranks that make no more calls, with the error that their last control message brought.
     """
 
-    def __init__(self, loop: _host.Loop) -> None:
-        self._loop = loop
-        self.left: dict[int, str] = {}
+    def __init__(self, loop: _host.Loop, rank: int) -> None:
+        self._loop, self._rank = loop, rank
+        self.left: dict[int, PeerLost] = {}
 
-    def tell(self, kind: ControlKind, text: str) -> None:
+    def tell(self, kind: ControlKind, error: BaseException) -> None:
         """Begin to send this rank's last control message to all others."""
-        message = _packed(kind, text)
+        message = self._packed(kind, error)
         with contextlib.suppress(QcclError):  # the wire's error; the exception of a signal handler passes
             self._loop.broadcast_control(message)
 
@@ -53,10 +53,11 @@ class Shutdown:
                 with contextlib.suppress(MismatchError):
                     self._loop.drain(idle, self._note)
 
-    def close(self, text: str, timeout: float, on_control: Callable[[int, bytes], None]) -> bool:
+    def close(self, timeout: float, on_control: Callable[[int, bytes], None]) -> bool:
         """Collective: leave when all other ranks do. Returns False if some have not after ``timeout`` seconds."""
         deadline, idle = Deadline(timeout), 0
-        self._loop.broadcast_control(_packed(ControlKind.CLOSE, text))
+        closed = PeerLost(f"rank {self._rank} has closed its communicator", self._rank)
+        self._loop.broadcast_control(self._packed(ControlKind.CLOSE, closed))
         while self._loop.control_sends or self._are_missing():
             idle += 1
             self._loop.drain(idle, on_control)
@@ -71,23 +72,21 @@ class Shutdown:
     def _note(self, peer: int, message: bytes) -> None:
         header = Header.unpack(message, peer)
         if header.kind is not ControlKind.CALL:
-            self.left[peer] = header.text
+            self.left[peer] = header.end(peer, self._loop.size)
+
+    def _packed(self, kind: ControlKind, error: BaseException) -> bytes:
+        return Header.of_end(kind, self._rank, error).pack() + data_nbytes(0)
 
 
 def leave(transport: Transport, error: BaseException) -> None:
     """Tell the others that this rank leaves a new group, because of an exception; some may not be connected yet."""
     if transport.engine is not None:
-        transport.engine.fail(gave_up(transport.rank, error))
+        transport.engine.fail(as_failure(transport.rank, error))
         return
-    text = failure_text(transport.rank, error)
     wire = transport.wire or _host.PythonWire(transport)
     with contextlib.suppress(QcclError, ValueError, IndexError):  # a rank is not connected
-        shutdown = Shutdown(_host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL))
-        shutdown.tell(ControlKind.ABORT, text)
+        loop = _host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL)
+        shutdown = Shutdown(loop, transport.rank)
+        shutdown.tell(ControlKind.ABORT, error)
         shutdown.flush()
-    transport.abort(text)
-
-
-def _packed(kind: ControlKind, text: str) -> bytes:
-    """Pack a control message."""
-    return Header(kind, 0, text).pack() + data_nbytes(0)
+    transport.abort(described(error))
