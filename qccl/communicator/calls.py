@@ -378,7 +378,7 @@ class Collectives:
         request = _request(options)
         memory.streams(options["stream"], ())
         chosen = self._choose(specs, options["key"], options["stream"]).spec
-        spec, compiled, bound = session.bind(chosen, by_name, options["key"])
+        spec, compiled, bound = session.bind(chosen, by_name, options["key"], session.programs)
         values = list(dict.fromkeys(by_name.values()))
         bare = {each: replace(each, array=None, view=None, owner=None) for each in values}
         of_tensors = [(number, array) for number, array in enumerate(arrays) if is_tensor(array)]

@@ -34,7 +34,7 @@ from qccl.collectives import COLLECTIVES, CollectiveSpec, spec_of_plan, ways
 from qccl.collectives.schedule import Role
 from qccl.collectives.topology import crossing_nbytes
 from qccl.communicator.profile import Curve, Label, Prediction
-from qccl.communicator.programs import Compiled
+from qccl.communicator.programs import ProgramCache
 from qccl.communicator.session import Session
 from qccl.engine.base import Request, Rig
 
@@ -90,16 +90,9 @@ def measure(session: Session, nodes: Sequence[int], calls: Mapping[Label, Collec
 
     Session.run_measurement() calls it. State stays unchanged. Raises the errors of calls, which end the group.
     """
-    rig, refusal = None, ""
-    try:
-        rig = session.engine.rig()
-    except QcclError as error:
-        refusal = str(error)
     try:
         with _agreed(session):
-            session.check_consistent("memory for measured calls", (), refusal, again=True)
-        if rig is None:
-            return refusal
+            rig = session.agreed("memory for measured calls", (), session.engine.rig, again=True)
         found = _Measurement(session, rig, nodes, calls).run()
         session.engine.wait_until_idle(session.engine.timeout)  # nothing uses the memory any more
         return found
@@ -138,6 +131,7 @@ class _Measurement:
 
     def __init__(self, session: Session, rig: Rig, nodes: Sequence[int], calls: Mapping[Label, CollectiveSpec]) -> None:
         self._session, self._rig, self._calls = session, rig, calls
+        self._programs = ProgramCache(session.engine, (session.rank, session.size), session.calls, is_counted=False)
         self._dtype = next(iter(calls.values())).dtype
         self._samples: dict[Label, dict[int, list[float]]] = {label: {} for label in calls}
         self._density = {label: _density(call, nodes) for label, call in calls.items()}
@@ -264,16 +258,12 @@ class _Measurement:
             shape, address = ((buffer.size,), (1,)), rig.address + starts[name]
             values[name] = Values(address, buffer.size, spec.dtype, shape, name, owner=rig, writable=True)
 
-        def programs(spec: CollectiveSpec, *, in_place: bool) -> Compiled:
-            place = session.rank, session.size
-            made = Compiled(session.engine, place, spec, in_place=in_place, is_counted=False)
-            if key is not None and made.state:
-                session.state.entries.pop(key, None)  # of another size
-                session.state.take(key, made.owner, made.state, None, made.sums)
-            return made
-
         with _agreed(session):
-            _, compiled, bound = session.bind(spec, values, key, programs, again=True)
+            _, compiled, bound = session.bind(spec, values, key, self._programs, again=True)
+            if key is not None:
+                session.state.entries.pop(key, None)  # of another size
+                take = partial(session.state.take, key, compiled.owner, compiled.state, None, compiled.sums)
+                session.agreed("state of a measured call", (), take, again=True)
         return partial(session.start, compiled, bound, Request(key=key), values, rig.streams)
 
     def _fits(self, count: int) -> bool:

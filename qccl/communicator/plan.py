@@ -140,7 +140,7 @@ class Plan:
     def _prepare(self, arrays: Mapping[str, Values], result: Any, key: str | None) -> _Arrays:
         """Prepare later runs on arrays whose element types and counts were checked."""
         first = not self._is_prepared
-        _, compiled, bound = self._session.bind(self.spec, arrays, key, self._programs.get, again=first)
+        _, compiled, bound = self._session.bind(self.spec, arrays, key, self._programs, again=first)
         self._is_prepared = True
         values = tuple(dict.fromkeys(arrays.values()))
         tensors, objects = tuple(filter(_is_tensor, values)), tuple(each.array for each in values)

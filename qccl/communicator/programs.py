@@ -46,7 +46,7 @@ class Compiled:
         spec: CollectiveSpec,
         *,
         in_place: bool,
-        is_counted: bool = True,
+        is_counted: bool,
     ) -> None:
         """``place``: this rank, and the number of ranks; ``is_counted``: the statistics count its runs."""
         self._engine, self._place, self.spec, self.in_place = engine, place, spec, in_place
@@ -96,9 +96,14 @@ class ProgramCache:
     were used longest ago. It keeps the programs of the last collective and of calls under way, whatever their size.
     """
 
-    def __init__(self, engine: Engine, place: tuple[int, int], calls: CallTable) -> None:
-        """``place``: this rank, and the number of ranks; ``calls``: the table whose calls use these programs."""
-        self._engine, self._place, self._calls = engine, place, calls
+    def __init__(
+        self, engine: Engine, place: tuple[int, int], calls: CallTable, *, is_counted: bool = True
+    ) -> None:  # fmt: skip
+        """``place``: this rank, and the number of ranks; ``calls`` are those that use programs of this cache.
+
+        ``is_counted``: the calls are part of the statistics.
+        """
+        self._engine, self._place, self._calls, self._is_counted = engine, place, calls, is_counted
         self._compiled: dict[tuple[CollectiveSpec, bool], Compiled] = {}
 
     def __len__(self) -> int:
@@ -116,7 +121,7 @@ class ProgramCache:
         """The programs of a collective; compiles the first one."""
         found = self._compiled.get((spec, in_place))
         if found is None:
-            found = Compiled(self._engine, self._place, spec, in_place=in_place)
+            found = Compiled(self._engine, self._place, spec, in_place=in_place, is_counted=self._is_counted)
             self._compiled[spec, in_place] = found
         found.used = self._engine.numbers.sequence
         self._evict(found)

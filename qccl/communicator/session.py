@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from threading import get_ident
 from typing import Any, Protocol, TypeVar
 
@@ -37,13 +38,6 @@ class Started(Protocol):
         """The call has begun, or is queued."""
 
 
-class Programs(Protocol):
-    """A source of a collective's programs, which may compile them."""
-
-    def __call__(self, spec: CollectiveSpec, *, in_place: bool) -> Compiled:
-        """The programs."""
-
-
 class Session:
     """One rank's engine with everything that its calls have in common.
 
@@ -51,7 +45,7 @@ class Session:
         group: its name, for records.
         engine, memory: of the backend.
         calls: finds calls that were made before with equal arguments, on the same memory.
-        programs: of the communicator's calls; a plan has its own.
+        programs: of the communicator's calls; plans and measurements have their own.
         state: the state of stateful codecs, by key.
         end, numbers: of the group, and of its next call: the engine's.
         statistics: totals of the calls.
@@ -159,27 +153,22 @@ class Session:
         spec: CollectiveSpec,
         arrays: Mapping[str, Values],
         key: str | None,
-        programs: Programs | None = None,
+        programs: ProgramCache,
         *,
         again: bool = False,
     ) -> tuple[CollectiveSpec, Compiled, Bound]:
         """Check how a call's arrays lie in memory; the spec with the order of their elements, and what its runs need.
 
         Collective on CUDA, where the ranks compare each new call (``again``: also a known one), and make the groups
-        that it needs: raises MismatchError if theirs differ, and on all ranks EngineError if ``programs`` raises an
-        error on one.
+        that it needs: raises MismatchError if theirs differ, and on all ranks EngineError if one cannot compile its
+        programs, which are then in ``programs``.
         """
         order = spec.order_of(arrays)
         if order != spec.order:
             spec = replace(spec, order=order)
         binding = spec.bind(arrays, self.rank, self.size)
         text, pairs = self.text_of(spec), spec.pairs(self.rank, self.size)
-        try:
-            compiled = (programs or self.programs.get)(spec, in_place=binding.in_place)
-        except QcclError as error:  # the other ranks would make the call, and wait for this one
-            self.check_consistent(text, pairs, str(error), again=again)
-            raise
-        self.check_consistent(text, pairs, again=again)
+        compiled = self.agreed(text, pairs, partial(programs.get, spec, in_place=binding.in_place), again=again)
         if key is not None:  # also without state: ranks that name arrays compare the names
             text = f"{text}, key={key!r}"
         return spec, compiled, Bound(binding.addresses, text, pairs)
@@ -235,6 +224,16 @@ class Session:
             return result
 
         return self.run_collective(name, measure)
+
+    def agreed(self, text: str, pairs: tuple[str, ...], act: Callable[[], _T], *, again: bool = False) -> _T:
+        """Do ``act`` before check_consistent(): if it raises an error here, the other ranks raise EngineError."""
+        try:
+            result = act()
+        except QcclError as error:  # the other ranks would make the call, and wait for this one
+            self.check_consistent(text, pairs, str(error), again=again)
+            raise
+        self.check_consistent(text, pairs, again=again)
+        return result
 
     def check_consistent(
         self, text: str, pairs: tuple[str, ...], refusal: str = "", *, again: bool = False
