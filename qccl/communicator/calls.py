@@ -377,8 +377,8 @@ class Collectives:
         specs, by_name = method.spec.from_call(call)
         request = _request(options)
         memory.streams(options["stream"], ())
-        chosen = self._choose(specs, options["key"], options["stream"]).spec
-        spec, compiled, bound = session.bind(chosen, by_name, options["key"], session.programs)
+        spec = self._choose(specs, options["key"], options["stream"]).spec
+        compiled, bound = session.bind(spec, by_name, options["key"], session.programs)
         values = list(dict.fromkeys(by_name.values()))
         bare = {each: replace(each, array=None, view=None, owner=None) for each in values}
         of_tensors = [(number, array) for number, array in enumerate(arrays) if is_tensor(array)]

@@ -131,7 +131,7 @@ class _Measurement:
 
     def __init__(self, session: Session, rig: Rig, nodes: Sequence[int], calls: Mapping[Label, CollectiveSpec]) -> None:
         self._session, self._rig, self._calls = session, rig, calls
-        self._programs = ProgramCache(session.engine, (session.rank, session.size), session.calls, is_counted=False)
+        self._programs = ProgramCache(session.engine, session.calls, is_counted=False)
         self._dtype = next(iter(calls.values())).dtype
         self._samples: dict[Label, dict[int, list[float]]] = {label: {} for label in calls}
         self._density = {label: _density(call, nodes) for label, call in calls.items()}
@@ -259,7 +259,7 @@ class _Measurement:
             values[name] = Values(address, buffer.size, spec.dtype, shape, name, owner=rig, writable=True)
 
         with _agreed(session):
-            _, compiled, bound = session.bind(spec, values, key, self._programs, again=True)
+            compiled, bound = session.bind(spec, values, key, self._programs, again=True)
             if key is not None:
                 session.state.entries.pop(key, None)  # of another size
                 take = partial(session.state.take, key, compiled.owner, compiled.state, None, compiled.sums)

@@ -71,7 +71,7 @@ class Plan:
         self.spec = spec = self._choice.spec
         self._key = key
         self._session = session
-        self._programs = ProgramCache(session.engine, (session.rank, session.size), session.calls)
+        self._programs = ProgramCache(session.engine, session.calls)
         self._bound: _Arrays | None = None
         self._is_prepared = False  # whether a first bind() has succeeded on all ranks
         self._work: Work | None = None  # of the last run, if start() made that run
@@ -140,7 +140,7 @@ class Plan:
     def _prepare(self, arrays: Mapping[str, Values], result: Any, key: str | None) -> _Arrays:
         """Prepare later runs on arrays whose element types and counts were checked."""
         first = not self._is_prepared
-        _, compiled, bound = self._session.bind(self.spec, arrays, key, self._programs, again=first)
+        compiled, bound = self._session.bind(self.spec, arrays, key, self._programs, again=first)
         self._is_prepared = True
         values = tuple(dict.fromkeys(arrays.values()))
         tensors, objects = tuple(filter(_is_tensor, values)), tuple(each.array for each in values)

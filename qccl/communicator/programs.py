@@ -42,14 +42,13 @@ class Compiled:
     def __init__(
         self,
         engine: Engine,
-        place: tuple[int, int],
         spec: CollectiveSpec,
         *,
         in_place: bool,
         is_counted: bool,
     ) -> None:
-        """``place``: this rank, and the number of ranks; ``is_counted``: the statistics count its runs."""
-        self._engine, self._place, self.spec, self.in_place = engine, place, spec, in_place
+        """``is_counted``: the statistics count its runs."""
+        self._engine, self.spec, self.in_place = engine, spec, in_place
         schedule = self.schedule()
         self.keeps_state = bool(spec.codec.state_names)
         self.state: Forms = {
@@ -76,7 +75,8 @@ class Compiled:
 
     def schedule(self) -> Schedule:
         """The schedule of this rank."""
-        return self.spec.schedule(*self._place, in_place=self.in_place, chunking=self._engine.chunking)
+        engine = self._engine
+        return self.spec.schedule(engine.rank, engine.size, in_place=self.in_place, chunking=engine.chunking)
 
     def another(self) -> Program:
         """Find or compile a program for a run while the first program is in use."""
@@ -96,14 +96,9 @@ class ProgramCache:
     were used longest ago. It keeps the programs of the last collective and of calls under way, whatever their size.
     """
 
-    def __init__(
-        self, engine: Engine, place: tuple[int, int], calls: CallTable, *, is_counted: bool = True
-    ) -> None:  # fmt: skip
-        """``place``: this rank, and the number of ranks; ``calls`` are those that use programs of this cache.
-
-        ``is_counted``: the calls are part of the statistics.
-        """
-        self._engine, self._place, self._calls, self._is_counted = engine, place, calls, is_counted
+    def __init__(self, engine: Engine, calls: CallTable, *, is_counted: bool = True) -> None:
+        """``calls``: the table whose calls use these programs; ``is_counted``: the statistics count the runs."""
+        self._engine, self._calls, self._is_counted = engine, calls, is_counted
         self._compiled: dict[tuple[CollectiveSpec, bool], Compiled] = {}
 
     def __len__(self) -> int:
@@ -121,7 +116,7 @@ class ProgramCache:
         """The programs of a collective; compiles the first one."""
         found = self._compiled.get((spec, in_place))
         if found is None:
-            found = Compiled(self._engine, self._place, spec, in_place=in_place, is_counted=self._is_counted)
+            found = Compiled(self._engine, spec, in_place=in_place, is_counted=self._is_counted)
             self._compiled[spec, in_place] = found
         found.used = self._engine.numbers.sequence
         self._evict(found)

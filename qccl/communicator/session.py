@@ -71,7 +71,7 @@ class Session:
         if ranges is not None:  # calls without ranges pay nothing for them
             self.engine.start = _ranged(self.engine.start, ranges)  # type: ignore[method-assign]
         self.calls = self.memory.call_table()
-        self.programs = ProgramCache(self.engine, (rank, size), self.calls)
+        self.programs = ProgramCache(self.engine, self.calls)
         self.state = StateStore(rank, size, self.engine.persistent)
         self.end, self.numbers, self.engine.timeout = self.engine.end, self.engine.numbers, timeout
         self.statistics = Statistics(rank, size, self.group, self.engine.tallies)
@@ -156,8 +156,8 @@ class Session:
         programs: ProgramCache,
         *,
         again: bool = False,
-    ) -> tuple[CollectiveSpec, Compiled, Bound]:
-        """Check how a call's arrays lie in memory; the spec with the order of their elements, and what its runs need.
+    ) -> tuple[Compiled, Bound]:
+        """Check how a call's arrays lie in memory; returns the programs for their order, and the memory.
 
         Collective on CUDA, where the ranks compare each new call (``again``: also a known one), and make the groups
         that it needs: raises MismatchError if theirs differ, and on all ranks EngineError if one cannot compile its
@@ -171,7 +171,7 @@ class Session:
         compiled = self.agreed(text, pairs, partial(programs.get, spec, in_place=binding.in_place), again=again)
         if key is not None:  # also without state: ranks that name arrays compare the names
             text = f"{text}, key={key!r}"
-        return spec, compiled, Bound(binding.addresses, text, pairs)
+        return compiled, Bound(binding.addresses, text, pairs)
 
     def _with_state(
         self, key: str, compiled: Compiled, bound: Bound, request: Request, kept: object

@@ -170,12 +170,15 @@ class Engine(Protocol):
     """Runs schedules on one rank.
 
     Attributes:
+        rank, size: number of this rank, and number of all.
         end: the end of the communicator, which the engine also fails by itself, for example from its watchdog.
         numbers: the numbers of the next call.
         timeout: seconds that a run may take if its request names no timeout: the backend's, or the program's.
         tallies: totals of the calls so far.
     """
 
+    rank: int
+    size: int
     end: End
     numbers: Numbers
     timeout: float

@@ -73,7 +73,7 @@ class HostEngine:
 
     def __init__(self, transport: Transport, timeout: float) -> None:
         self._transport = transport
-        self.rank = transport.rank
+        self.rank, self.size = transport.rank, transport.size
         self.threads = _threads(transport.local_size)
         self.chunking = _chunking(transport)
         self.end, self.numbers = End(transport.rank), Numbers()
@@ -180,7 +180,7 @@ class HostEngine:
     def barrier(self, text: str) -> None:
         """Collective: return when all ranks have made this call."""
         if self._barrier is None:
-            self._barrier = self.compile(Schedule("barrier", self.rank, self._transport.size, {}, ()))
+            self._barrier = self.compile(Schedule("barrier", self.rank, self.size, {}, ()))
         calls = self.numbers.calls
         self.start(self._barrier, Bound({}, text), Request())
         self.numbers.go_back(calls)
@@ -421,7 +421,7 @@ class HostEngine:
             program.bind(bound.addresses)
         headers = None
         if program.header_text != bound.text:
-            headers = execution.pack_headers(self._transport.size)
+            headers = execution.pack_headers(self.size)
             program.header_text = bound.text
         execution.begun = program.running = True
         self._active[execution.sequence] = execution
@@ -450,7 +450,7 @@ class HostEngine:
         header = Header.unpack(message, peer)
         if header.kind is ControlKind.CALL:
             raise self._active[header.sequence].header_mismatch(peer, message)
-        self._left[peer] = left = header.end(peer, self._transport.size)
+        self._left[peer] = left = header.end(peer, self.size)
         if header.kind is not ControlKind.CLOSE:
             raise MismatchError(str(left)) if header.kind is ControlKind.MISMATCH else left
         for execution in self._active.values():
