@@ -162,6 +162,7 @@ def explain(
     node; ``rank``: the rank whose chunks and whose node's bytes are told. ``reason``: why ``spec`` was chosen; empty:
     by the rule of for_nodes().
     """
+    node_ids = getattr(spec, "node_ids", ()) or node_ids  # hierarchical_allreduce may name other nodes
     schedules = _schedules(spec, node_ids, rank, chunking)
     sent = sum(schedule.moved_nbytes(node_ids)[0] for schedule in schedules.values())
     nodes = Counter(map(len, ranks_by_node(node_ids)))

@@ -21,7 +21,7 @@ from qccl.meeting.meetings import Meeting, alone, of_address, of_jax, of_launche
 from qccl.meeting.secret import is_insecure
 from qccl.meeting.sockets import host_and_port, place_text
 from qccl.meeting.strangers import printable
-from qccl.transports.choice import TRUSTED_NETWORK, Offer, obstacle, refusal_of_mpi, wanted_transport
+from qccl.transports.choice import TRUSTED_NETWORK, Offer, has_other_than_mpi, refusal_of_mpi, wanted_transport
 from qccl.transports.connect import connect, connected_transport, gather_offers
 
 if TYPE_CHECKING:
@@ -209,19 +209,14 @@ def uses_mpi(launcher: Launcher, wanted: str | None) -> bool:
     try:
         mpi = _load_mpi()
     except EngineError as error:
-        if not _has_other_transport():
+        if not has_other_than_mpi(launcher):
             raise
         _log.warning("rank %d of %d goes on without MPI: %s", *who, error)
         return False
-    if not is_of_srun(launcher) or mpi.world_size() == launcher.size or not _has_other_transport():
+    if not is_of_srun(launcher) or mpi.world_size() == launcher.size or not has_other_than_mpi(launcher):
         return True
     _log.info("rank %d of %d goes on without MPI, which does not know srun's ranks: %s", *who, remedy(launcher))
     return False
-
-
-def _has_other_transport() -> bool:
-    """Whether this process can use another transport than MPI. If not, init() raises MPI's error."""
-    return not (obstacle("ucx") and obstacle("gloo"))
 
 
 def _load_mpi() -> ModuleType:
@@ -245,16 +240,15 @@ def _by_mpi(backend: str, device: int | None, timeout: float | None) -> Communic
     launcher = detect()
     assert launcher is not None  # _find_meeting()
     check_size(launcher, transport.size)
-    if backend != "host":
-        own = f"{backend} {_too_few(transport.local_size) if backend == 'auto' else ''}"
-        notes = [note.partition(b" ") for note in transport.allgather(own.encode(), setup)]
-        try:
-            _check_asked([printable(asked) for asked, _, _ in notes])
-        except MismatchError:
-            transport.close()
-            raise
-        if not _first_reason([reason for _, _, reason in notes]):
-            return Communicator._over(transport, device, timeout)
+    own = f"{backend} {_too_few(transport.local_size) if backend == 'auto' else ''}"
+    notes = [note.partition(b" ") for note in transport.allgather(own.encode(), setup)]
+    try:
+        _check_asked([printable(asked) for asked, _, _ in notes])
+    except MismatchError:
+        transport.close()
+        raise
+    if backend != "host" and not _first_reason([reason for _, _, reason in notes]):
+        return Communicator._over(transport, device, timeout)
     trusted = f"; {TRUSTED_NETWORK}" if len(set(transport.nodes)) > 1 else ""
     who = transport.rank, transport.size
     _log.info("rank %d of %d uses the transport mpi: %s started it%s", *who, launcher.name, trusted)

@@ -155,13 +155,15 @@ class _Measurement:
         first = self._prepared(sizes[0])  # on CUDA this compiles kernels, which must not be timed
         self._begin = time.monotonic()
         permitted = _OF_TIMEOUT * self._session.engine.timeout
-        for _ in range(_WARM):  # makes the connections
+        for warm in range(_WARM + 1):  # makes the connections; the last one only if a rank held up the others
             before = self._elapsed
             least = functools.reduce(np.minimum, self._rows([permitted, float(len(sizes))]))
-        permitted, sizes = float(least[0]), sizes[: int(least[1])]
-        trip = self._elapsed - before
-        if refusal := self._refusal(3 * len(first) * trip, permitted):
+            refusal = self._refusal(3 * len(first) * (self._elapsed - before), float(least[0]))
+            if warm + 1 >= _WARM and not refusal:
+                break
+        if refusal:
             return refusal
+        permitted, sizes = float(least[0]), sizes[: int(least[1])]
         self._limit = min(_LIMIT, permitted)
         together = self._time_calls(sizes[0], first)
         if refusal := self._refusal(2 * together, permitted):

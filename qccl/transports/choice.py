@@ -37,6 +37,7 @@ __all__ = [
     "Choice",
     "Offer",
     "choose",
+    "has_other_than_mpi",
     "is_alone",
     "obstacle",
     "reason_of",
@@ -216,6 +217,12 @@ def refusal_of_mpi(launcher: Launcher, wanted: str | None = None) -> str:
     else:
         why = "" if importlib.util.find_spec("mpi4py") else "mpi4py is not installed"
     return _reason(_by_settings(wanted)._replace(mpi="" if wanted else why), "mpi", is_local=False)
+
+
+def has_other_than_mpi(launcher: Launcher) -> bool:
+    """Whether a rank of MPI can use another transport. If not, MPI's error is raised, with its advice."""
+    own, is_local = _by_settings(None), launcher.local_size == launcher.size
+    return any(not (_reason(own, name, is_local) or obstacle(name)) for name in TRANSPORTS if name != "mpi")
 
 
 def _by_settings(wanted: str | None) -> Offer:

@@ -156,6 +156,7 @@ def test_state_of_another_algorithm_is_refused(comm: qccl.Communicator) -> None:
         ((0, 0, 0, 0), "allreduce", {}, r"because there are no other nodes.\n.*sends 0 bytes to other nodes"),
         ((0, 0, 1, 1), "broadcast", {}, r"because this collective has no other"),
         ((0, 0, 1, 1), "hierarchical_allreduce", {}, r"two levels, with one_shot between nodes, as the call says"),
+        ((0, 1, 1, 1), "hierarchical_allreduce", {"node_ids": (0, 0, 1, 1)}, r"^2 nodes of 2 ranks: two levels"),
     ],
 )
 def test_a_plan_explains_itself(node_ids: tuple[int, ...], name: str, options: dict, wanted: str) -> None:
@@ -164,7 +165,7 @@ def test_a_plan_explains_itself(node_ids: tuple[int, ...], name: str, options: d
         return comm.plan(name, 1 << 20, **options).explain()
 
     found = qccl.run_ranks(4, run)[0]
-    assert re.search(wanted, found), found
+    assert re.search(wanted, found, re.MULTILINE), found
     sent = [int(each.replace(",", "")) for each in re.findall(r"([\d,]+) bytes to other nodes", found)]
     assert len(sent) == 1 and (sent[0] > 0) == (len(set(node_ids)) > 1)
 

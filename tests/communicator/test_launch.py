@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -20,6 +21,7 @@ from qccl.communicator.launch import _profile
 from qccl.communicator.profile import GroupProfile
 from qccl.meeting import launchers
 from qccl.transports.choice import refusal_of_mpi
+from qccl.transports.loopback import LoopbackGroup
 
 pytestmark = pytest.mark.starts_first
 
@@ -165,6 +167,20 @@ def test_ranks_that_are_asked_for_different_backends():
     text = "rank 1 called init.. with backend='cuda' or a device, and rank 0 with backend='auto'; all ranks must"
     with pytest.raises(qccl.MismatchError, match=text):
         launch._check_asked(["auto", "cuda"])
+
+
+def test_ranks_of_mpi_that_are_asked_for_different_backends(environ, monkeypatch):
+    """Also if this rank was asked for the host: the others wait for its answer."""
+    environ |= MPICH_4
+    transport = LoopbackGroup(4).transport(0)
+    monkeypatch.setattr(transport, "allgather", lambda note, timeout: [note, note, b"auto no GPU", note])
+    world = SimpleNamespace(MpiTransport=SimpleNamespace(world=lambda timeout: transport))
+    monkeypatch.setattr(launch, "_load_mpi", lambda: world)
+    with pytest.raises(
+        qccl.MismatchError, match=r"rank 2 called init.. with backend='auto', and rank 0 with backend='h"
+    ):
+        launch._by_mpi("host", None, 1.0)
+    assert transport._gone
 
 
 def test_a_batch_script_may_start_ranks_by_itself(environ, monkeypatch):

@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 
 from qccl import ArgumentError
+from qccl.meeting.launchers import Launcher
 from qccl.meeting.meetings import Meeting
 from qccl.transports import choice
 from qccl.transports.connect import gather_offers
@@ -20,6 +21,16 @@ def test_the_transport_that_is_wanted(monkeypatch):
         assert choice.wanted_transport() == wanted and choice.wanted_transport("ucx") == "ucx"
     with pytest.raises(ArgumentError, match="transport='tcp' does not exist; there are auto, ucx, mpi, gloo"):
         choice.wanted_transport("tcp")
+
+
+def test_wan_is_a_transport_beside_mpi(monkeypatch):
+    """On one machine, and between machines if the user allows it without a token."""
+    monkeypatch.delenv("QCCL_TOKEN", raising=False)
+    monkeypatch.setattr(choice, "obstacle", lambda name: "" if name == "wan" else "it is not here")
+    assert choice.has_other_than_mpi(Launcher("MPICH", 0, 2, 0, 2))
+    assert not choice.has_other_than_mpi(several := Launcher("srun", 0, 2, 0, 0))
+    monkeypatch.setenv("QCCL_INSECURE", "1")
+    assert choice.has_other_than_mpi(several)
 
 
 def test_obstacles(monkeypatch):
