@@ -1,4 +1,4 @@
-"""Chooses the codec and algorithm of a call that says "auto": by the group's profile, or by constants without one."""
+"""Chooses the codec and algorithm of a call that says "auto": by measured times, or without them by for_nodes()."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Chooser:
     """The choices of one rank. All ranks make the same choices, because their profiles are the same.
 
     The first call of a kind with ``codec="auto"`` measures, unless the profile has times of that kind. For a call that
-    names its codec the loaded profile decides, and constants if none was loaded. Later measurements are not used for
+    names its codec the loaded profile decides, and for_nodes() if none was loaded. Later measurements are not used for
     such a call, so that its algorithm never changes.
 
     Attributes:
