@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from qccl.base.arrays import Values, is_part_of
 from qccl.codecs.base import Codec
-from qccl.collectives.chunks import NETWORK, ChunkPolicy
+from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.operands import CallerBuffers, Nodes, RankGroup, ranks_by_node
 from qccl.collectives.partitions import partition_as_given
 from qccl.collectives.parts import PartsSpec, parts_of
@@ -52,7 +52,7 @@ class AllGatherSpec(PartsSpec):
         return all_gather(group, buffers, self.codec, chunking=chunking)
 
 
-def all_gather(group: RankGroup, buffers: CallerBuffers, codec: Codec, *, chunking: ChunkPolicy = NETWORK) -> Schedule:
+def all_gather(group: RankGroup, buffers: CallerBuffers, codec: Codec, *, chunking: ChunkPolicy) -> Schedule:
     """All ranks get all parts; part r, of ``buffers.counts[r]`` elements, is rank r's.
 
     A rank decodes its own part, too, so that all ranks hold the same bits. Each rank sends its encoded part size - 1
@@ -75,7 +75,7 @@ def all_gather_in_levels(
     codec: Codec,
     *,
     nodes: Sequence[Sequence[int]],
-    chunking: ChunkPolicy = NETWORK,
+    chunking: ChunkPolicy,
 ) -> Schedule:
     """All ranks get all parts. A rank sends its code to its node and to one rank of each other node; that rank
     forwards it.

@@ -10,7 +10,7 @@ from qccl.base.arrays import Values, check_disjoint
 from qccl.base.dtypes import DType
 from qccl.base.errors import ArgumentError
 from qccl.codecs.base import Codec
-from qccl.collectives.chunks import NETWORK, ChunkPolicy
+from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.operands import CallerBuffers, RankGroup
 from qccl.collectives.partitions import partition_as_given
 from qccl.collectives.parts import equal_parts, parts_of, row_major
@@ -97,7 +97,7 @@ def all_to_all(
     dtype: DType,
     codec: Codec,
     *,
-    chunking: ChunkPolicy = NETWORK,
+    chunking: ChunkPolicy,
 ) -> Schedule:
     """Send rank r's part j to rank j, where it is part r. Counts are this rank's, by peer, and may differ.
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from qccl.base.dtypes import DType
 from qccl.codecs.base import Codec
-from qccl.collectives.chunks import NETWORK, ChunkPolicy
+from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.operands import SUM, Arrays, CallerBuffers, Combine, RankGroup
 from qccl.collectives.partitions import HOP_NBYTES, partition
 from qccl.collectives.rounds import AllGatherRound, Round, ScatterReduce, Stage, alone, assemble, pipeline
@@ -65,7 +65,7 @@ def allreduce(
     codec: Codec,
     combine: Combine = SUM,
     *,
-    chunking: ChunkPolicy = NETWORK,
+    chunking: ChunkPolicy,
 ) -> Schedule:
     """The schedule of an algorithm.
 

@@ -12,7 +12,7 @@ from qccl.base.errors import ArgumentError
 from qccl.base.scalars import as_integer, as_real
 from qccl.codecs.base import Codec
 
-__all__ = ["OPS", "CodecLike", "OpLike", "auto_codec", "check_group", "check_trace", "checked_codec", "chunk_of"]
+__all__ = ["OPS", "CodecLike", "OpLike", "auto_codec", "check_group", "check_trace", "checked_chunk", "checked_codec"]
 __all__ += ["codec_text", "codecs_of", "count_of", "integer", "integers", "lossiest", "one_of", "op_of"]
 __all__ += ["setup_timeout", "timeout_of"]
 
@@ -79,7 +79,7 @@ def count_of(count: int, what: str = "count") -> int:
     return number
 
 
-def chunk_of(chunk: int | None) -> int | None:
+def checked_chunk(chunk: int | None) -> int | None:
     """The elements of a chunk; None means a default by size."""
     if chunk is not None and (chunk := integer(chunk, "chunk")) < 1:
         raise ArgumentError(f"chunk must be a positive number of elements, not {chunk!r}")

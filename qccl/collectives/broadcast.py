@@ -9,7 +9,7 @@ from functools import partial
 from qccl.base.arrays import Values
 from qccl.base.errors import ArgumentError
 from qccl.codecs.base import Codec
-from qccl.collectives.chunks import NETWORK, ChunkPolicy
+from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.operands import CallerBuffers, RankGroup
 from qccl.collectives.partitions import HOP_NBYTES, partition
 from qccl.collectives.rounds import alone, assemble, decode_row, encode_row, pipeline
@@ -66,7 +66,7 @@ def broadcast(
     *,
     root: int = 0,
     tree: str = "chain",
-    chunking: ChunkPolicy = NETWORK,
+    chunking: ChunkPolicy,
 ) -> Schedule:
     """The root encodes once; the codes go down a "chain" of ranks, chunk by chunk, or a "binomial" tree.
 

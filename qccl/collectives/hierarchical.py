@@ -16,7 +16,7 @@ from qccl.codecs.base import Codec
 from qccl.codecs.feedback import Momentum
 from qccl.collectives.allreduce import AllReduceSpec, choose_allreduce, shards_of, stages_of
 from qccl.collectives.arguments import CodecLike, OpLike, integers, one_of
-from qccl.collectives.chunks import NETWORK, ChunkPolicy
+from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, RankGroup, ranks_by_node
 from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import (
@@ -189,7 +189,7 @@ def hierarchical(
     combine: Combine = SUM,
     *,
     levels: Levels,
-    chunking: ChunkPolicy = NETWORK,
+    chunking: ChunkPolicy,
 ) -> Schedule:
     """Reduce each part to its owner in each node, all-reduce it among the owners, gather all parts in each node.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from qccl.codecs.base import Codec
-from qccl.collectives.chunks import NETWORK, ChunkPolicy, size_before
+from qccl.collectives.chunks import ChunkPolicy, size_before
 
 __all__ = ["HOP_NBYTES", "Partition", "Segment", "partition", "partition_as_given"]
 
@@ -91,7 +91,7 @@ def partition(
     counts: Sequence[int],
     parts: int,
     codecs: Sequence[Codec],
-    chunking: ChunkPolicy = NETWORK,
+    chunking: ChunkPolicy,
     *,
     ramped: bool = False,
 ) -> Partition:
@@ -115,7 +115,7 @@ def partition(
 
 
 def partition_as_given(
-    counts: Sequence[int], codec: Codec, chunking: ChunkPolicy = NETWORK, granule: int | None = None
+    counts: Sequence[int], codec: Codec, chunking: ChunkPolicy, granule: int | None = None
 ) -> Partition:
     """One array, whose parts have ``counts`` elements, each with buckets of its own.
 

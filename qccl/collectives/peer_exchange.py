@@ -12,7 +12,7 @@ from qccl.base.dtypes import DType
 from qccl.base.errors import ArgumentError
 from qccl.codecs.base import Codec
 from qccl.collectives.arguments import integer, integers
-from qccl.collectives.chunks import NETWORK, ChunkPolicy
+from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.operands import Arrays, CallerBuffers, RankGroup
 from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import assemble, decode_chunk, encode_row, pipeline
@@ -120,7 +120,7 @@ def peer_exchange(
     *,
     send_to: Sequence[int],
     receive_from: Sequence[int],
-    chunking: ChunkPolicy = NETWORK,
+    chunking: ChunkPolicy,
 ) -> Schedule:
     """Encode "input" once, add the code to "applied", send it to some ranks, and add received codes to "replica j".
 

@@ -9,7 +9,7 @@ from functools import partial
 from qccl.base.arrays import Values
 from qccl.codecs.base import Codec
 from qccl.collectives.allreduce import AllReduceSpec, choose_allreduce, shards_of
-from qccl.collectives.chunks import NETWORK, ChunkPolicy
+from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, RankGroup
 from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import AllGatherRound, ScatterReduce, alone, assemble, pipeline
@@ -61,7 +61,7 @@ def reduce(
     combine: Combine = SUM,
     *,
     root: int = 0,
-    chunking: ChunkPolicy = NETWORK,
+    chunking: ChunkPolicy,
 ) -> Schedule:
     """The schedule of an algorithm.
 

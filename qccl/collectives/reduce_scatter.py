@@ -13,7 +13,7 @@ from qccl.base.arrays import Values, is_part_of
 from qccl.codecs.base import Codec
 from qccl.codecs.none import NoCodec
 from qccl.collectives.arguments import OpLike
-from qccl.collectives.chunks import NETWORK, ChunkPolicy
+from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.hierarchical import by_level
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Nodes, RankGroup, ranks_by_node
 from qccl.collectives.partitions import Segment, partition_as_given
@@ -67,7 +67,7 @@ class ReduceScatterSpec(PartsSpec):
 
 
 def reduce_scatter(
-    group: RankGroup, buffers: CallerBuffers, codec: Codec, combine: Combine = SUM, *, chunking: ChunkPolicy = NETWORK
+    group: RankGroup, buffers: CallerBuffers, codec: Codec, combine: Combine = SUM, *, chunking: ChunkPolicy
 ) -> Schedule:
     """Rank r gets part r, of ``buffers.counts[r]`` elements, combined from all ranks.
 
@@ -89,7 +89,7 @@ def reduce_scatter_in_levels(
     combine: Combine = SUM,
     *,
     nodes: Sequence[Sequence[int]],
-    chunking: ChunkPolicy = NETWORK,
+    chunking: ChunkPolicy,
 ) -> Schedule:
     """Rank r gets part r: each node sums exact values, and one of its ranks sends the encoded sum to rank r.
 

@@ -14,7 +14,7 @@ from qccl.base.arrays import Memory, Values, same_or_disjoint
 from qccl.base.dtypes import DType, DTypeLike
 from qccl.base.errors import ArgumentError
 from qccl.codecs.base import Codec
-from qccl.collectives.arguments import CodecLike, chunk_of, count_of, integer, one_of, op_of
+from qccl.collectives.arguments import CodecLike, checked_chunk, count_of, integer, one_of, op_of
 from qccl.collectives.chunks import NETWORK, ChunkPolicy
 from qccl.collectives.operands import CallerBuffers, RankGroup
 from qccl.collectives.schedule import Buffer, Role, Schedule
@@ -146,7 +146,7 @@ class CollectiveSpec(ABC):
         if cls.algorithms and "algorithm" in own:
             one_of(own["algorithm"], ("auto", *cls.algorithms), "algorithm")
         checked |= {"count": count_of(count), "dtype": dtypes.get(dtype), "codec": codecs.get(codec)}
-        return cls(chunk=chunk_of(chunk), order=order, **checked)
+        return cls(chunk=checked_chunk(chunk), order=order, **checked)
 
     def algorithm_for(self, size: int) -> str:
         """The algorithm with which ``size`` ranks make the call."""

@@ -141,13 +141,11 @@ def crossing_nbytes(spec: CollectiveSpec, node_ids: Sequence[int]) -> int:
     No other node moves more if the parts of the vector are equal and rank 0 is the root.
     """
     nodes = node_ids if len(set(node_ids)) > 1 else range(len(node_ids))
-    moved = [schedule.moved_nbytes(nodes) for schedule in _schedules(spec, nodes, 0).values()]
+    moved = [schedule.moved_nbytes(nodes) for schedule in _schedules(spec, nodes, 0, NETWORK).values()]
     return max(map(sum, zip(*moved, strict=True)))
 
 
-def _schedules(
-    spec: CollectiveSpec, node_ids: Sequence[int], rank: int, chunking: ChunkPolicy = NETWORK
-) -> dict[int, Schedule]:
+def _schedules(spec: CollectiveSpec, node_ids: Sequence[int], rank: int, chunking: ChunkPolicy) -> dict[int, Schedule]:
     """The schedules of all ranks of one rank's node."""
     mates = [mate for mate, node in enumerate(node_ids) if node == node_ids[rank]]
     return {mate: spec.schedule(mate, len(node_ids), in_place=False, chunking=chunking) for mate in mates}

@@ -8,7 +8,7 @@ import pytest
 
 from qccl.base.dtypes import FLOAT32
 from qccl.codecs import MinMax, NoCodec
-from qccl.collectives.chunks import ChunkPolicy
+from qccl.collectives.chunks import NETWORK, ChunkPolicy
 from qccl.collectives.operands import RankGroup
 from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import pipeline
@@ -39,7 +39,7 @@ def test_chunks_tile_the_vector(count: int, parts: int, chunk: int) -> None:
 def test_the_default_chunks_of_two_levels_are_small_at_both_ends(count: int, parts: int) -> None:
     """48 KiB of codes first and last, up to 192 between, less where there are many parts; nothing is left out."""
     codec = MinMax(8)
-    partitioned = partition([count], parts, (NoCodec(), codec), ramped=True)
+    partitioned = partition([count], parts, (NoCodec(), codec), NETWORK, ramped=True)
     edges = [min(bound * partitioned.granule, count) for bound in partitioned.bounds]
     bucket = codec.encoded_nbytes(partitioned.granule, FLOAT32)
     for part in range(parts):
