@@ -336,7 +336,7 @@ class Collectives:
         check = self._check_of(checks) if request.nonfinite == "error" else None
         if is_async:
             work = Work(session, result, check)
-            session.start(compiled, bound, request, kept, streams, work)
+            session.start(compiled, bound, request, kept, streams, work._begin)
             return work
         session.start(compiled, bound, request, kept, streams)
         if check is not None:

@@ -174,7 +174,7 @@ class Plan:
         streams = memory.streams(stream, ready.objects) if memory.has_streams or stream is not None else ()
         self._result = None
         self._work = work = Work(session, ready.result)
-        session.start(ready.compiled, ready.bound, request, ready.arrays, streams, work)
+        session.start(ready.compiled, ready.bound, request, ready.arrays, streams, work._begin)
         return work
 
     def wait(self, timeout: float | None = None) -> Any:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from qccl.base.arrays import Values
-from qccl.base.errors import ArgumentError, EngineError, QcclError, as_failure, gave_up, with_text
+from qccl.base.errors import ArgumentError, EngineError, QcclError, as_failure, gave_up
 from qccl.base.guard import Mark, abandoned, is_inside, register_guard
 from qccl.base.lifetime import Registry
 from qccl.collectives import CollectiveSpec
@@ -29,13 +29,6 @@ _T = TypeVar("_T")
 
 #: how often the clean-up after an exception is started again when further exceptions interrupt it, such as Ctrl-C
 _ATTEMPTS = 100
-
-
-class Started(Protocol):
-    """The Work of a call, which start() tells of the call's begin."""
-
-    def _begin(self, execution: Execution) -> None:
-        """The call has begun, or is queued."""
 
 
 class Session:
@@ -91,14 +84,10 @@ class Session:
 
     def check_usable(self) -> None:
         """Raise the error of an earlier failure, or ArgumentError after close() and in a function of a Work."""
-        end = self.end
-        if end.closed:
-            end.check()
-        self.check_thread()
-        if end.failure is not None:
+        if not self.end.closed:
+            self.check_thread()
             self._record_failure()
-            text = f"this communicator failed earlier and is unusable: {end.failure}"
-            raise with_text(end.failure, text) from end.failure  # a variable would keep this call's arrays alive
+        self.end.check_usable()
 
     def check_thread(self) -> None:
         """Raise ArgumentError in a function of a Work."""
@@ -115,9 +104,9 @@ class Session:
         request: Request,
         kept: object = None,
         streams: Sequence[int] = (),
-        work: Started | None = None,
+        began: Callable[[Execution], None] | None = None,
     ) -> None:
-        """Start the next call, of a program that is idle if there is one; see Engine.start(). ``work`` gets the run.
+        """Start the next call, of a program that is idle if there is one; see Engine.start(). ``began`` gets the run.
 
         It is a guard (guard.py), so that the methods of calls and plans need none: nothing is sent before this, and
         what follows must be one ``return``. An error of the call ends the group; a call that is refused has changed
@@ -138,8 +127,8 @@ class Session:
             compiled.used = number
             unsettled[thread] = (numbers.calls,)
             execution = self.engine.start(program, bound, request, kept, streams)
-            if work is not None:
-                work._begin(execution)
+            if began is not None:
+                began(execution)
         except BaseException as error:
             session.interrupted(error, before, number)
             raise

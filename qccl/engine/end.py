@@ -5,7 +5,7 @@ Transports keep errors of their own wires beside it, to raise them again: an eng
 
 from __future__ import annotations
 
-from qccl.base.errors import ArgumentError, EngineError, QcclError, forked
+from qccl.base.errors import ArgumentError, EngineError, QcclError, forked, with_text
 from qccl.base.lifetime import Registry
 
 __all__ = ["End"]
@@ -45,11 +45,19 @@ class End:
         self.closed = self.is_over = True
 
     def check(self) -> None:
-        """Raise the failure, or ArgumentError after close()."""
+        """Raise the failure itself, as for calls under way, or ArgumentError after close()."""
         if self.closed:
             raise ArgumentError("this communicator is closed; make another with qccl.init()")
         if self.failure is not None:
             raise self.failure
+
+    def check_usable(self) -> None:
+        """Raise, as for later calls, an error like the failure, which is its cause, or ArgumentError after close()."""
+        if self.failure is None or self.closed:
+            self.check()
+        else:
+            text = f"this communicator failed earlier and is unusable: {self.failure}"
+            raise with_text(self.failure, text) from self.failure  # a variable would keep the call's arrays alive
 
     def _forked(self) -> None:
         self.failure = self._failures[None] = EngineError(forked(self.rank))

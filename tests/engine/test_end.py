@@ -31,6 +31,15 @@ def test_the_first_failure_counts():
         end.check()
 
 
+def test_later_calls_raise_an_error_like_the_failure():
+    end, first = End(0), EngineError("out of paper", 7)
+    end.check_usable()
+    end.fail(first)
+    with pytest.raises(EngineError, match=r"failed earlier.*out of paper") as caught:
+        end.check_usable()
+    assert caught.value.code == 7 and caught.value.__cause__ is first
+
+
 def test_threads_that_fail_at_once_agree():
     for _ in range(50):
         end, begin = End(0), threading.Barrier(4)
