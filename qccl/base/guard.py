@@ -52,10 +52,7 @@ class Guarded(Protocol):
         """End the group if there is a mark that no thread is working on."""
 
     def interrupted(self, error: BaseException, before: Mark | None, number: int | None = None) -> None:
-        """Clean up after an exception has left a call; ``before`` was this thread's mark when the call began.
-
-        ``number``: the number of the group's next call at that time, if the guard knows it.
-        """
+        """Clean up after an exception has left a call; ``before``, ``number``: mark and next call when it began."""
 
 
 class Lock(Protocol):

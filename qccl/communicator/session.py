@@ -165,10 +165,7 @@ class Session:
     def _with_state(
         self, key: str, compiled: Compiled, bound: Bound, request: Request, kept: object
     ) -> tuple[Bound, Request, object]:
-        """The call's memory with that of the codec's state; with a learning rate the ranks must agree on that, too.
-
-        Engines get no learning rate of 0: such a call has no residuals to multiply.
-        """
+        """The call's memory with that of the codec's state; with a learning rate the ranks must agree on that, too."""
         entry, lr = self.state.entries.get(key), request.lr
         if entry is None or entry.bound is not bound or entry.lr is not (lr is not None):
             if key in self.state.moves:
@@ -178,7 +175,7 @@ class Session:
         whole, memory = entry.whole, entry.memory
         assert whole is not None  # set with ``bound``
         if lr is not None:
-            if lr == 0:
+            if lr == 0:  # engines learn nothing of it: there are no residuals to multiply
                 memory = self.state.at_rest(entry)
                 whole, request = _with_memory(bound, memory), request._replace(lr=None)
             whole = whole._replace(text=f"{whole.text}, lr={lr!r}")

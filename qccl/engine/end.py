@@ -1,7 +1,4 @@
-"""Owns the end of a communicator: whether it has failed or was closed, and why.
-
-Transports keep errors of their own wires beside it, to raise them again: an engine makes such an error the failure.
-"""
+"""Owns the end of a communicator: whether it has failed or was closed, and why. Wires keep errors of their own."""
 
 from __future__ import annotations
 

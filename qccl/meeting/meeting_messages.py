@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
-import sys
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
@@ -48,7 +47,7 @@ _NBYTES = {
     MeetingKind.HELLO: (_HELLO.size, _HELLO.size + NOTE_NBYTES),
     MeetingKind.PROVE: (_PROOF_NBYTES, _PROOF_NBYTES),
     MeetingKind.PROOF: (_PROOF_NBYTES, _PROOF_NBYTES),
-    MeetingKind.NOTES: (0, sys.maxsize),  # the channel of a rank takes NOTE_NBYTES for each rank
+    MeetingKind.NOTES: (0, 1 << 32),  # the channel of a rank takes NOTE_NBYTES for each rank
     MeetingKind.TAKEN: (0, 0),
     MeetingKind.NOTE: (0, NOTE_NBYTES),
     MeetingKind.LATER: (0, 0),

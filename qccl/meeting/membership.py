@@ -62,8 +62,7 @@ __all__ = ["Action", "Agreement", "Membership", "Own", "expect"]
 
 #: seconds until the next call after a machine did not answer
 _FAR_SECONDS = 1.0
-#: seconds until a silent coordinator is called again, because an exception there may have dropped the first call;
-#: doubled with each call
+#: seconds until a silent coordinator is called again, as an exception may have dropped the call; doubled each time
 _UNANSWERED_SECONDS = 2.0
 #: seconds that a rank waits longer than its coordinator
 _MARGIN_SECONDS = 5.0

@@ -72,8 +72,7 @@ class Offer(NamedTuple):
         drawn: 32 random bytes of rank 0 in hexadecimal digits; empty on the other ranks.
         no_tls: why the rank cannot use TLS; empty: it can.
         ucx, gloo, wan: why the rank cannot use each transport; empty: it can.
-        mpi: why MPI does not carry the rank's bytes: it did not start the rank, or, for a rank that qccl-bench has yet
-            to start, mpiexec cannot start it (empty: it can).
+        mpi: why MPI cannot carry the bytes: it did not start the rank, or mpiexec cannot (qccl-bench); empty: it can.
         host, backend, no_gpu: for launch.py, which chooses between GPUs and host memory: the name of the rank's
             machine, the backend given to init(), and why the rank cannot use a GPU (empty: perhaps it can).
     """
