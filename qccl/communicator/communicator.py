@@ -101,14 +101,8 @@ class Communicator(Collectives):
         self.backend = made.name
         self.transport = transport
         self._make_backend = backend
-        self._session = Session(
-            self.rank,
-            self.size,
-            made,
-            timeout_of(timeout, made.timeout),
-            name or f"group {next(_numbers)}",
-            call_ranges,
-        )
+        name = name or f"group {next(_numbers)}"
+        self._session = Session(made, timeout_of(timeout, made.timeout), name, call_ranges)
         self._session.serve_metrics(self.local_rank, is_thread=transport.name == "loopback")
         self.state = self._session.state
         self.memory = made.memory

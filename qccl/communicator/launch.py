@@ -300,7 +300,7 @@ def _on_gpus(
         if meeting.size == 1:
             raise
         reason = str(error).partition("\n")[0]
-    text = _first_reason(meeting.gather(_note(reason), setup))
+    text = _first_reason(meeting.gather(reason.encode(errors="backslashreplace"), setup))
     if not text:
         unique_id = agreed_id(meeting.rank, lambda note: meeting.gather(note, setup))
         return Communicator(unique_id, meeting.rank, meeting.size, timeout=timeout, device=chosen)
@@ -313,11 +313,6 @@ def _too_few(ranks: int) -> str:
     """Say that this machine has too few GPUs for its ranks; an empty text if it has enough."""
     count = device_count()
     return "" if count >= ranks else f"its machine has {count} usable GPUs for {ranks} ranks"
-
-
-def _note(reason: str) -> bytes:
-    """Pack for the other ranks the reason why this rank has no GPU."""
-    return reason.encode(errors="backslashreplace")
 
 
 def _first_reason(notes: Sequence[bytes]) -> str:

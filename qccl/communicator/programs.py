@@ -39,14 +39,7 @@ class Compiled:
         used: the sequence number of the last call that used these programs.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        spec: CollectiveSpec,
-        *,
-        in_place: bool,
-        is_counted: bool,
-    ) -> None:
+    def __init__(self, engine: Engine, spec: CollectiveSpec, *, in_place: bool, is_counted: bool) -> None:
         """``is_counted``: the statistics count its runs."""
         self._engine, self.spec, self.in_place = engine, spec, in_place
         schedule = self.schedule()
@@ -100,9 +93,6 @@ class ProgramCache:
         """``calls``: the table whose calls use these programs; ``is_counted``: the statistics count the runs."""
         self._engine, self._calls, self._is_counted = engine, calls, is_counted
         self._compiled: dict[tuple[CollectiveSpec, bool], Compiled] = {}
-
-    def __len__(self) -> int:
-        return len(self._compiled)
 
     def __iter__(self) -> Iterator[Compiled]:
         return iter(self._compiled.values())

@@ -49,18 +49,10 @@ class Session:
         calling: the Works whose functions a thread is calling, and that thread's number.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        backend: Backend,
-        timeout: float,
-        group: str,
-        ranges: Ranges | None,
-    ) -> None:
+    def __init__(self, backend: Backend, timeout: float, group: str, ranges: Ranges | None) -> None:
         """``ranges``: makes a profiler's range around the start of a call; None: no ranges."""
-        self.rank, self.size, self.group = rank, size, group
-        self.engine, self.memory = backend.engine, backend.memory
+        self.group, self.engine, self.memory = group, backend.engine, backend.memory
+        self.rank, self.size = rank, size = self.engine.rank, self.engine.size
         if ranges is not None:  # calls without ranges pay nothing for them
             self.engine.start = _ranged(self.engine.start, ranges)  # type: ignore[method-assign]
         self.calls = self.memory.call_table()
@@ -323,8 +315,7 @@ class Session:
     def check_abandoned(self) -> None:
         """End the group if an exception has ended a call, and another one has ended interrupted()."""
         for thread, mark in abandoned(self).items():
-            reason = "exceptions have ended an earlier call at several points"
-            self.fail(gave_up(self.rank, reason), mark[0])
+            self.fail(gave_up(self.rank, "exceptions have ended an earlier call at several points"), mark[0])
             self.unsettled.pop(thread, None)
 
     def check_process(self) -> None:

@@ -92,11 +92,9 @@ class Header(NamedTuple):
     def of_end(cls, kind: ControlKind, rank: int, error: BaseException) -> Header:
         """The last message of ``rank``, whose communicator ends because of ``error``."""
         told = for_others(rank, error)
-        if not isinstance(told, PeerLost) or told.rank is None:
-            return cls(kind, 0, str(told))
-        if told.reason is None:
-            return cls(kind, told.rank + 1, str(told))
-        return cls(kind, told.rank + 1 | _IS_REASON, told.reason)
+        lost = told.rank + 1 if isinstance(told, PeerLost) and told.rank is not None else 0
+        reason = told.reason if isinstance(told, PeerLost) else None
+        return cls(kind, lost, str(told)) if reason is None else cls(kind, lost | _IS_REASON, reason)
 
     def end(self, peer: int, size: int) -> PeerLost:
         """The error that a last message of ``peer`` brings to the other ranks of ``size``."""

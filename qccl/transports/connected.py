@@ -425,8 +425,7 @@ class Faults:
     def __call__(self, rank: int, status: int, reason: str, peer: int, lost: bool, got: int, expected: int) -> None:
         """Raise the error of a fault (WireFault in kernels/wires/group_wire.h)."""
         if lost:
-            why = reason or self._text(status)
-            self._lost = self._lost or self._who_was_lost(rank, peer, why)
+            self._lost = self._lost or self._who_was_lost(rank, peer, reason or self._text(status))
             raise own(PeerLost(*self._lost))
         if status:
             raise own(EngineError(f"{self._library}: {self._text(status)}", code=status))

@@ -51,7 +51,7 @@ def preparations(monkeypatch):
         monkeypatch.setattr(place, name, counted)
 
     count(Collectives, "_prepare", lambda comm, *_: comm.rank)
-    count(programs.Compiled, "__init__", lambda compiled, engine, place, *_: place[0])
+    count(programs.Compiled, "__init__", lambda compiled, engine, *_: engine.rank)
     count(Session, "bind", lambda session, *_: session.rank)
     return found
 
