@@ -10,7 +10,7 @@ import pytest
 
 from qccl.base.errors import ArgumentError
 from qccl.collectives import spec_of_plan
-from qccl.communicator.profile import MARGIN, CallKind, Curve, GroupProfile, Prediction, choose
+from qccl.communicator.profile import MARGIN, CallKind, Curve, GroupProfile, Prediction, fastest
 
 #: seconds of a call and of an element, by codec and way
 AFFINE = {
@@ -81,7 +81,7 @@ def test_one_point_alone_says_nothing_about_bytes():
 
 @pytest.mark.parametrize("count", [1, 100, 1000, 10_000, 100_000, 1_000_000, 1 << 24])
 def test_the_choice_is_the_fastest_way_or_within_the_margin_of_it(count):
-    choice = choose(profile(), specs(count), NODES)
+    choice = fastest(profile(), specs(count), NODES)
     times = {(codec, way): time for codec, way, time in choice.predicted}
     chosen = times[choice.spec.codec.spec(), choice.spec.algorithm]
     plain = min(time for (codec, _), time in times.items() if codec == "none")
@@ -94,28 +94,28 @@ def test_the_choice_is_the_fastest_way_or_within_the_margin_of_it(count):
 @pytest.mark.parametrize("saved, codec", [(MARGIN - 0.001, "none"), (MARGIN + 0.001, "minmax8")])
 def test_a_codec_must_save_the_margin(saved, codec):
     affine = {("none", "one_shot"): (1e-3, 1e-12), ("minmax8", "one_shot"): (1e-3 * (1 - saved), 1e-12)}
-    assert choose(profile(affine), specs(1000), NODES).spec.codec.spec() == codec
+    assert fastest(profile(affine), specs(1000), NODES).spec.codec.spec() == codec
 
 
 def test_a_named_algorithm_is_kept():
-    choice = choose(profile(), specs(1 << 20, algorithm="one_shot"), NODES)
+    choice = fastest(profile(), specs(1 << 20, algorithm="one_shot"), NODES)
     assert choice.spec.algorithm == "one_shot"
     assert {way for _, way, _ in choice.predicted} == {"one_shot"}
 
 
 def test_two_levels_compete_where_ranks_share_nodes():
     fast = {**AFFINE, ("minmax8", "two levels"): (1e-6, 1e-12)}
-    choice = choose(profile(fast, nodes=(0, 0, 1, 1)), specs(5000), (0, 0, 1, 1))
+    choice = fastest(profile(fast, nodes=(0, 0, 1, 1)), specs(5000), (0, 0, 1, 1))
     assert choice.spec.name == "hierarchical_allreduce"
-    assert choose(profile(fast), specs(5000), NODES).spec.name == "allreduce"
+    assert fastest(profile(fast), specs(5000), NODES).spec.name == "allreduce"
 
 
 def test_a_codec_without_times_takes_those_of_as_many_plain_bytes():
     """minmax4 has 0.508 bytes an element, so 1 Mi elements are as 133,120 plain ones: two_round is faster."""
     (spec,) = specs(1 << 20, codecs=("minmax4",))
-    choice = choose(profile(), [spec], NODES)
+    choice = fastest(profile(), [spec], NODES)
     assert choice.spec.algorithm == "two_round"
-    assert choose(profile(), specs(1 << 10, codecs=("minmax4",)), NODES).spec.algorithm == "one_shot"
+    assert fastest(profile(), specs(1 << 10, codecs=("minmax4",)), NODES).spec.algorithm == "one_shot"
 
 
 @pytest.mark.parametrize("count, way", [(1000, "one_shot"), (2000, "two_round")])
@@ -125,12 +125,12 @@ def test_beyond_the_curves_fewer_bytes_win_if_times_are_nearly_equal(count, way)
         ("none", "two_round"): Curve(((100, 1.05), (1000, 1.06)), 1.0),
     }
     times = GroupProfile(NODES, "ucx").with_times(CallKind("allreduce", "float32", "none"), curves)
-    assert choose(times, specs(count, codecs=("none",)), NODES).spec.algorithm == way
+    assert fastest(times, specs(count, codecs=("none",)), NODES).spec.algorithm == way
 
 
 def test_a_kind_without_times_is_not_chosen():
-    assert choose(profile(), specs(1000, "broadcast"), NODES) is None
-    assert choose(profile(), specs(1000, "all_to_all"), NODES) is None
+    assert fastest(profile(), specs(1000, "broadcast"), NODES) is None
+    assert fastest(profile(), specs(1000, "all_to_all"), NODES) is None
 
 
 def test_a_file_gives_the_same_choices(tmp_path):
@@ -139,7 +139,7 @@ def test_a_file_gives_the_same_choices(tmp_path):
     saved.save(path)
     loaded = GroupProfile.load(path)
     assert loaded == saved and loaded.digest() == saved.digest()
-    assert choose(loaded, specs(5000), NODES) == choose(saved, specs(5000), NODES)
+    assert fastest(loaded, specs(5000), NODES) == choose(saved, specs(5000), NODES)
     slower = {way: (2 * call, element) for way, (call, element) in AFFINE.items()}
     assert profile(slower).digest() != saved.digest()
 
