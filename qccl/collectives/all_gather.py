@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 from qccl.base.arrays import Values, is_part_of
@@ -13,7 +12,7 @@ from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.operands import CallerBuffers, Nodes, RankGroup, ranks_by_node
 from qccl.collectives.partitions import partition_as_given
 from qccl.collectives.parts import PartsSpec, parts_of
-from qccl.collectives.rounds import AllGatherRound, alone, assemble, decode_row, pipeline
+from qccl.collectives.rounds import AllGatherRound, Stage, alone, assemble, decode_all, pipeline
 from qccl.collectives.schedule import Exchange, Op, Schedule, Transfer
 from qccl.collectives.spec import Binding
 from qccl.collectives.wire import Encoding, Slots
@@ -63,10 +62,9 @@ def all_gather(group: RankGroup, buffers: CallerBuffers, codec: Codec, *, chunki
     if group.size == 1:
         return assemble("all_gather", group, buffers, alone(buffers, codec))
     gather = AllGatherRound(group, encoding)
-    encode_own = partial(gather.encode, source=buffers.source, keep=buffers.target)
-    decode_others = partial(gather.decode, target=buffers.target)
-    stages = ((0, encode_own), (0, gather.exchange), (encoding.lag, decode_others))
-    return assemble("all_gather", group, buffers, pipeline(encoding.partition.chunks, *stages), gather)
+    encode_own = gather.encode(buffers.source, keep=buffers.target)
+    ops = pipeline((0, encode_own), (0, gather.exchange()), (encoding.lag, gather.decode(buffers.target)))
+    return assemble("all_gather", group, buffers, ops, gather)
 
 
 def all_gather_in_levels(
@@ -91,16 +89,14 @@ def all_gather_in_levels(
     forwarded = [(mate, maker) for mate in mates for maker in levels.partners(mate)]
     late = Slots(encoding, "forward.recv", {maker: maker for _, maker in forwarded})
 
-    def forward(k: int) -> Iterator[Op]:
-        """Send the partners' codes of chunk ``k`` to the own node, and receive those of its other ranks' partners."""
-        direct, indirect = gather.received(k), late.wires(k)
-        sends = [Transfer(mate, direct[maker]) for mate in mates for maker in partners if len(direct[maker])]
-        recvs = [Transfer(mate, indirect[maker]) for mate, maker in forwarded if len(indirect[maker])]
-        if sends or recvs:
-            yield Exchange(tuple(sends), tuple(recvs))
+    # Send the partners' codes to the own node, and receive the codes of its other ranks' partners.
+    forward: list[list[Op]] = []
+    for direct, indirect in zip(gather.received, late.wires, strict=True):
+        sends = [Transfer(mate, direct[maker]) for mate in mates for maker in partners if maker in direct]
+        recvs = [Transfer(mate, indirect[maker]) for mate, maker in forwarded if maker in indirect]
+        forward.append([Exchange(tuple(sends), tuple(recvs))] if sends or recvs else [])
 
-    encode_own = partial(gather.encode, source=buffers.source, keep=buffers.target)
-    decode, decode_late = (partial(each, target=buffers.target) for each in (gather.decode, partial(decode_row, late)))
-    lag = encoding.lag
-    stages = (0, encode_own), (0, gather.exchange), (lag, forward), (lag, decode), (lag + lag, decode_late)
-    return assemble("two_levels", group, buffers, pipeline(parts.chunks, *stages), gather, late)
+    lag, target = encoding.lag, buffers.target
+    stages: list[Stage] = [(0, gather.encode(buffers.source, keep=target)), (0, gather.exchange()), (lag, forward)]
+    stages += [(lag, gather.decode(target)), (lag + lag, decode_all(late, target))]
+    return assemble("two_levels", group, buffers, pipeline(*stages), gather, late)

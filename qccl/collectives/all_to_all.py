@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,8 +14,8 @@ from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.operands import CallerBuffers, RankGroup
 from qccl.collectives.partitions import partition_as_given
 from qccl.collectives.parts import equal_parts, parts_of, row_major
-from qccl.collectives.rounds import assemble, copy_values, decode_chunk, encode_chunk, pipeline
-from qccl.collectives.schedule import Op, Schedule, Span
+from qccl.collectives.rounds import assemble, copy_values, decode_part, encode_part, merged, pipeline
+from qccl.collectives.schedule import Schedule, Span
 from qccl.collectives.spec import Binding, CollectiveSpec
 from qccl.collectives.wire import Encoding, Slots, exchange
 
@@ -113,23 +113,13 @@ def all_to_all(
 
     # Both ranks number an element by its position in the part. The receiver's rank serves as the round, so that no
     # random number is used twice.
-    def first_of(encoding: Encoding, peer: int) -> int:
-        return next((segment.index for segment in encoding.partition.segments(peer, 0)), 0)
+    def origin(slots: Slots, peer: int) -> int:
+        return next((segment.index for segment in slots.encoding.segments[peer]), 0)
 
-    def copy_own(k: int) -> Iterator[Op]:
-        start, first, count = sum(send_counts[:rank]), sum(recv_counts[:rank]), send_counts[rank]
-        if k == 0 and count:
-            yield copy_values(codec, Span("input", start, start + count), Span("output", first, first + count))
-
-    def encode_and_exchange(k: int) -> Iterator[Op]:
-        for peer, wire in send.wires(k).items():
-            yield from encode_chunk(out, peer, k, buffers.source, wire, peer, origin=first_of(out, peer))
-        yield from exchange(send.wires(k), recv.wires(k))
-
-    def decode_all(k: int) -> Iterator[Op]:
-        for peer, wire in recv.wires(k).items():
-            yield from decode_chunk(back, peer, k, wire, buffers.target, peer, rank, origin=first_of(back, peer))
-
-    chunks = max(out.partition.chunks, back.partition.chunks)
-    ops = pipeline(chunks, (0, encode_and_exchange), (0, copy_own), (out.lag, decode_all))
+    encodes = [encode_part(send, peer, buffers.source, peer, origin=origin(send, peer)) for peer in group.others]
+    decodes = [decode_part(recv, peer, buffers.target, rank, origin=origin(recv, peer)) for peer in group.others]
+    start, first, count = sum(send_counts[:rank]), sum(recv_counts[:rank]), send_counts[rank]
+    own = copy_values(codec, Span("input", start, start + count), Span("output", first, first + count))
+    stages = (0, merged(*encodes, exchange(send.wires, recv.wires))), (0, [[own] if count else []])
+    ops = pipeline(*stages, (out.lag, merged(*decodes)))
     return assemble("all_to_all", group, buffers, ops, send, recv)

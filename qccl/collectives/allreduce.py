@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -12,8 +12,8 @@ from qccl.codecs.base import Codec
 from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.operands import SUM, Arrays, CallerBuffers, Combine, RankGroup
 from qccl.collectives.partitions import HOP_NBYTES, partition
-from qccl.collectives.rounds import AllGatherRound, Round, ScatterReduce, Stage, alone, assemble, pipeline
-from qccl.collectives.schedule import Op, Schedule
+from qccl.collectives.rounds import AllGatherRound, Round, ScatterReduce, Stage, alone, assemble, merged, pipeline
+from qccl.collectives.schedule import Schedule
 from qccl.collectives.spec import CollectiveSpec
 from qccl.collectives.wire import Encoding
 
@@ -82,7 +82,7 @@ def allreduce(
     parts = partition(buffers.counts, shards_of(algorithm, group.size), (codec,), chunking)
     encoding = Encoding(parts, codec, buffers.dtype, chunking.depth)
     stages, rounds = stages_of(algorithm, group, encoding, codec, combine, buffers.source, buffers.target)
-    return assemble(algorithm, group, buffers, pipeline(parts.chunks, *stages), *rounds)
+    return assemble(algorithm, group, buffers, pipeline(*stages), *rounds)
 
 
 def shards_of(algorithm: str, size: int) -> int:
@@ -111,21 +111,18 @@ def stages_of(
     if algorithm == "one_shot":
         owners = dict.fromkeys(group.owners(group.size), 0)
         gather = AllGatherRound(group, encoding, name=gather_name, round_number=round_number, owners=owners)
-        combined = partial(gather.reduce, combine=combine, target=target)
-        return [(0, partial(gather.encode, source=source)), (0, gather.exchange), (lag, combined)], [gather]
+        return [(0, gather.encode(source)), (0, gather.exchange()), (lag, gather.reduce(combine, target))], [gather]
     scatter = ScatterReduce(group, encoding, source, name=scatter_name, round_number=round_number)
-    sums = Encoding(encoding.partition, codec, encoding.dtype, encoding.depth, sums=True)
+    sums = encoding
+    if codec.rounds[1] != encoding.codec:
+        sums = Encoding(encoding.partition, codec, encoding.dtype, encoding.depth, sums=True)
     gather = AllGatherRound(group, sums, name=gather_name, round_number=round_number + 1)
-
-    def reduce(k: int) -> Iterator[Op]:
-        if encoding.codec == sums.codec:
-            yield from scatter.reduce(k, combine, gather.wire(k), target)
-        else:
-            yield from scatter.reduce(k, combine, None, target)
-            yield from gather.encode(k, target, target)
-
-    decode = partial(gather.decode, target=target)
-    return [(0, scatter.send), (lag, reduce), (lag, gather.exchange), (lag + lag, decode)], [scatter, gather]
+    if sums is encoding:
+        reduce = scatter.reduce(combine, gather.wires(), target)
+    else:
+        reduce = merged(scatter.reduce(combine, None, target), gather.encode(target, target))
+    stages = [(0, scatter.send()), (lag, reduce), (lag, gather.exchange()), (lag + lag, gather.decode(target))]
+    return stages, [scatter, gather]
 
 
 #: the algorithms of all-reduce by name

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from qccl.base.arrays import Values
 from qccl.base.errors import ArgumentError
@@ -12,10 +10,10 @@ from qccl.codecs.base import Codec
 from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.operands import CallerBuffers, RankGroup
 from qccl.collectives.partitions import HOP_NBYTES, partition
-from qccl.collectives.rounds import alone, assemble, decode_row, encode_row, pipeline
-from qccl.collectives.schedule import Op, Schedule
+from qccl.collectives.rounds import alone, assemble, decode_all, encode_all, pipeline
+from qccl.collectives.schedule import Schedule
 from qccl.collectives.spec import Call, CollectiveSpec, check_root, input_and_output
-from qccl.collectives.wire import Encoding, Slots, exchange
+from qccl.collectives.wire import Encoding, Slots, exchange, to_all
 
 __all__ = ["BroadcastSpec", "broadcast"]
 
@@ -79,20 +77,12 @@ def broadcast(
         return assemble(tree, group, buffers, alone(buffers, codec))
     parent, children = _family(group, root, tree)
     slots = Slots(encoding, "relay", {root: 0}, least_depth=2)  # a chunk is received while another one is sent
-    chunks = encoding.partition.chunks
-
-    def relay(k: int) -> Iterator[Op]:
-        """Receive chunk ``k`` and pass on the one before; the root sends chunk ``k``."""
-        passed = k if parent is None else k - 1
-        sends = dict.fromkeys(children, slots.wire(passed)) if passed >= 0 else {}
-        yield from exchange(sends, {} if parent is None or k == chunks else {parent: slots.wire(k)})
-
+    sends = to_all(children, slots)
     if parent is None:
-        encode_own = partial(encode_row, slots, source=buffers.source, keep=buffers.target)
-        ops = pipeline(chunks, (0, encode_own), (0, relay))
-    else:
-        decode = partial(decode_row, slots, target=buffers.target)
-        ops = pipeline(chunks, (0, relay), (1, decode)) + tuple(relay(chunks))
+        ops = pipeline((0, encode_all(slots, buffers.source, keep=buffers.target)), (0, exchange(sends, [])))
+    else:  # receive a chunk and pass on the one before
+        *relay, last = exchange([{}, *sends], to_all([parent], slots))
+        ops = pipeline((0, relay), (1, decode_all(slots, buffers.target))) + tuple(last)
     return assemble(tree, group, buffers, ops, slots)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Self
 
 from qccl import codecs
@@ -26,8 +25,8 @@ from qccl.collectives.rounds import (
     Stage,
     alone,
     assemble,
-    decode_row,
-    encode_row,
+    decode_all,
+    encode_all,
     pipeline,
 )
 from qccl.collectives.schedule import Schedule
@@ -222,16 +221,14 @@ def hierarchical(
     gather = AllGatherRound(node, down, name="down", round_number=3)
     if node.size > 1:
         whole = combine if len(owners) == 1 else Combine(combine.op)  # a lone node's sum is the result
-        stages += [(0, scatter.send), (up.lag, partial(scatter.reduce, combine=whole, wire=None, target=target))]
+        stages += [(0, scatter.send()), (up.lag, scatter.reduce(whole, None, target))]
         rounds, lag = [scatter, gather], up.lag
         keep = None if intra.name == "none" else target
-        last = [(0, partial(gather.encode, source=target, keep=keep)), (0, gather.exchange)]
-        last += [(down.lag, partial(gather.decode, target=target))]
+        last = [(0, gather.encode(target, keep)), (0, gather.exchange()), (down.lag, gather.decode(target))]
     elif intra.name != "none" and any(len(each) > 1 for each in nodes):
         # Alone in its node: encode and decode the result as the other nodes do, to get the same bits.
         slots = Slots(down, "down.own", {group.rank: 0})
-        encode = partial(encode_row, slots, source=target, round_number=3)
-        rounds, last = [slots], [(0, encode), (0, partial(decode_row, slots, target=target, round_number=3))]
+        rounds, last = [slots], [(0, encode_all(slots, target, 3)), (0, decode_all(slots, target, 3))]
     if len(owners) > 1:
         across = encoding([(shard,) for shard in shards_of_part[node.index]], between)
         source, others = target if node.size > 1 else buffers.source, RankGroup(group.rank, owners)
@@ -242,7 +239,7 @@ def hierarchical(
         rounds += made
     lag += down.lag * (1 if levels.algorithm == "one_shot" else 2)
     stages += [(lag + late, stage) for late, stage in last]
-    return assemble("hierarchical", group, buffers, pipeline(shards.chunks, *stages), *rounds)
+    return assemble("hierarchical", group, buffers, pipeline(*stages), *rounds)
 
 
 def by_level(codec: Codec, intra: Codec) -> tuple[Codec, Codec]:

@@ -105,8 +105,8 @@ SUM = Combine()
 class Places(Protocol):
     """The memory of a vector: Arrays, or buffers of the schedule."""
 
-    def span(self, segment: Segment) -> Span:
-        """The elements of a segment."""
+    def spans(self, segments: Sequence[Segment]) -> list[Span]:
+        """The elements of each segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +116,9 @@ class Arrays:
     names: tuple[str, ...]
     first: int = 0
 
-    def span(self, segment: Segment) -> Span:
-        """The elements of a segment in its buffer."""
-        return Span(self.names[segment.array], segment.start - self.first, segment.stop - self.first)
+    def spans(self, segments: Sequence[Segment]) -> list[Span]:
+        """The elements of each segment in its buffer."""
+        return [Span(self.names[each.array], each.start - self.first, each.stop - self.first) for each in segments]
 
 
 @dataclass(frozen=True, slots=True)

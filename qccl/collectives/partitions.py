@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from qccl.codecs.base import Codec
 from qccl.collectives.chunks import ChunkPolicy, size_before
@@ -18,8 +18,12 @@ HOP_NBYTES = 24 << 10
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements ``start`` to ``stop`` of an array; ``index`` is the number of the first element in the whole vector."""
+    """Elements ``start`` to ``stop`` of an array, in a chunk of a part.
 
+    ``index`` is the number of the first element in the whole vector.
+    """
+
+    chunk: int
     array: int
     start: int
     stop: int
@@ -62,29 +66,24 @@ class Partition:
         """Number of parts."""
         return len(self.bounds) - 1 if self.groups is None else len(self.groups)
 
-    def segments(self, part: int, k: int) -> tuple[Segment, ...]:
-        """Chunk ``k`` of a part's shards, in order; no segment is empty, and each begins with a bucket of its own."""
-        if self.groups is None:
-            return tuple(self._segments(part, k))
-        return tuple(segment for shard in self.groups[part] for segment in self._segments(shard, k))
+    def segments(self, part: int) -> list[Segment]:
+        """The segments of a part, by shard and chunk in order; no segment is empty, and each begins with a bucket."""
+        found: list[Segment] = []
+        for shard in (part,) if self.groups is None else self.groups[part]:
+            for chunk, (begin, end) in enumerate(pairwise(self._edges(shard))):
+                start = 0  # of the range, in granules
+                for array, offset, count in self.ranges:
+                    low, high = max(begin - start, 0) * self.granule, min((end - start) * self.granule, count)
+                    if low < high:
+                        found.append(Segment(chunk, array, offset + low, offset + high, start * self.granule + low))
+                    start += -(-count // self.granule)
+        return found
 
-    def _segments(self, shard: int, k: int) -> Iterator[Segment]:
-        """The segments of a chunk, one for each of its arrays."""
-        first, chunks, start = self.bounds[shard], self.chunks_of[shard], 0
-        if k >= chunks:
-            return
-        low, high, whole = k, k + 1, chunks
-        if self.ramp > 1:
-            low, high, whole = (size_before(at, chunks, self.ramp) for at in (low, high, whole))
-        length = self.bounds[shard + 1] - first
-        begin, end = first + length * low // whole, first + length * high // whole
-        for array, offset, count in self.ranges:
-            granules = -(-count // self.granule)
-            low, high = max(begin, start) - start, min(end, start + granules) - start
-            if low < high:
-                low, high = low * self.granule, min(high * self.granule, count)
-                yield Segment(array, offset + low, offset + high, start * self.granule + low)
-            start += granules
+    def _edges(self, shard: int) -> list[int]:
+        """The first granule of each chunk of a shard, and the end."""
+        first, chunks = self.bounds[shard], self.chunks_of[shard]
+        sizes = range(chunks + 1) if self.ramp == 1 else [size_before(k, chunks, self.ramp) for k in range(chunks + 1)]
+        return [first + (self.bounds[shard + 1] - first) * size // sizes[-1] for size in sizes]
 
 
 def partition(
@@ -109,8 +108,8 @@ def partition(
         chunks, ramp = chunking.ramped(largest * granule // last.granule, parts, last)
     else:
         chunks = chunking.chunks(largest * granule // last.granule, parts, last)
-    bounds = tuple(granules * part // parts for part in range(parts + 1))
-    ranges = tuple((array, 0, count) for array, count in enumerate(counts))
+    bounds = tuple([granules * part // parts for part in range(parts + 1)])
+    ranges = tuple([(array, 0, count) for array, count in enumerate(counts)])
     return Partition(ranges, bounds, granule, (min(chunks, max(largest, 1)),) * parts, ramp)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 from qccl.base.arrays import Values, check_disjoint
@@ -15,10 +14,10 @@ from qccl.collectives.arguments import integer, integers
 from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.operands import Arrays, CallerBuffers, RankGroup
 from qccl.collectives.partitions import partition
-from qccl.collectives.rounds import assemble, decode_chunk, encode_row, pipeline
-from qccl.collectives.schedule import Buffer, Op, Role, Schedule, buffer_name
+from qccl.collectives.rounds import assemble, decode_part, encode_all, merged, pipeline
+from qccl.collectives.schedule import Buffer, Role, Schedule, buffer_name
 from qccl.collectives.spec import Binding, Call, CollectiveSpec
-from qccl.collectives.wire import Encoding, Slots, exchange
+from qccl.collectives.wire import Encoding, Slots, exchange, to_all
 
 __all__ = ["PeerExchangeSpec", "peer_buffers", "peer_exchange"]
 
@@ -132,17 +131,12 @@ def peer_exchange(
     send = Slots(encoding, "send", {group.rank: 0} if applied or send_to else {})
     recv = Slots(encoding, "recv", dict.fromkeys(receive_from, 0))
 
-    def exchange_all(k: int) -> Iterator[Op]:
-        sends = {peer: wire for wire in send.wires(k).values() for peer in send_to}
-        yield from exchange(sends, recv.wires(k))
-
-    def add(k: int) -> Iterator[Op]:
-        wires = (send.wires(k) if applied else {}) | recv.wires(k)
-        for maker, wire in wires.items():
+    adds = []
+    for slots in (send, recv) if applied else (recv,):
+        for maker in slots.parts:
             name = "applied" if maker == group.rank else buffer_name("replica", maker)
-            yield from decode_chunk(encoding, 0, k, wire, Arrays((name,)), maker, accumulate=True)
-
-    encode_own = partial(encode_row, send, source=buffers.source)
-    stages = ((0, encode_own), (0, exchange_all), (encoding.lag, add))
-    ops = pipeline(encoding.partition.chunks, *stages) if any(buffers.counts) else ()
+            adds.append(decode_part(slots, maker, Arrays((name,)), accumulate=True))
+    exchanges = exchange(to_all(send_to, send), recv.wires)
+    stages = (0, encode_all(send, buffers.source)), (0, exchanges), (encoding.lag, merged(*adds))
+    ops = pipeline(*stages) if any(buffers.counts) else ()
     return assemble("peer_exchange", group, buffers, ops, send, recv)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from qccl.base.arrays import Values
 from qccl.codecs.base import Codec
@@ -13,7 +11,7 @@ from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, RankGroup
 from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import AllGatherRound, ScatterReduce, alone, assemble, pipeline
-from qccl.collectives.schedule import Op, Schedule
+from qccl.collectives.schedule import Schedule
 from qccl.collectives.spec import Call, CollectiveSpec, check_root, input_and_output
 from qccl.collectives.wire import Encoding
 
@@ -80,15 +78,12 @@ def reduce(
     lag, is_root = encoding.lag, group.rank == root
     if algorithm == "one_shot":
         scatter = ScatterReduce(group, encoding, buffers.source, owners={root: 0})
-        combined = partial(scatter.reduce, combine=combine, wire=None, target=buffers.target)
-        return assemble(algorithm, group, buffers, pipeline(parts.chunks, (0, scatter.send), (lag, combined)), scatter)
+        ops = pipeline((0, scatter.send()), (lag, scatter.reduce(combine, None, buffers.target)))
+        return assemble(algorithm, group, buffers, ops, scatter)
     owners = {rank: part for part, rank in enumerate(group.ranks) if (rank == group.rank) != is_root}
     scatter = ScatterReduce(group, encoding, buffers.source)
     gather = AllGatherRound(group, encoding, round_number=1, owners=owners, receivers=(root,))
-
-    def own_part(k: int) -> Iterator[Op]:
-        return scatter.reduce(k, combine, None if is_root else gather.wire(k), buffers.target if is_root else None)
-
-    decode = partial(gather.decode, target=buffers.target)
-    stages = ((0, scatter.send), (lag, own_part), (lag, gather.exchange), (lag + lag, decode))
-    return assemble(algorithm, group, buffers, pipeline(parts.chunks, *stages), scatter, gather)
+    wires, target = (None, buffers.target) if is_root else (gather.wires(), None)
+    reduce = scatter.reduce(combine, wires, target)
+    stages = (0, scatter.send()), (lag, reduce), (lag, gather.exchange()), (lag + lag, gather.decode(buffers.target))
+    return assemble(algorithm, group, buffers, pipeline(*stages), scatter, gather)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Self
 
 from qccl.base.arrays import Values, is_part_of
@@ -77,8 +76,7 @@ def reduce_scatter(
     if group.size == 1:
         return assemble("reduce_scatter", group, buffers, alone(buffers, codec, combine))
     scatter = ScatterReduce(group, encoding, buffers.source)
-    reduce = partial(scatter.reduce, combine=combine, wire=None, target=buffers.target)
-    ops = pipeline(encoding.partition.chunks, (0, scatter.send), (encoding.lag, reduce))
+    ops = pipeline((0, scatter.send()), (encoding.lag, scatter.reduce(combine, None, buffers.target)))
     return assemble("reduce_scatter", group, buffers, ops, scatter)
 
 
@@ -115,15 +113,15 @@ def reduce_scatter_in_levels(
         owners={part: part for part in (*levels.partners(rank), rank)},
         senders=[levels.stands_for(node, rank) for node in levels.others],
     )
-    lag, reduce = encoding.lag, partial(between.reduce, combine=combine, wire=None, target=buffers.target)
+    lag, send, reduce = encoding.lag, between.send(), between.reduce(combine, None, buffers.target)
     if not several:
-        ops = pipeline(parts.chunks, (0, between.send), (lag, reduce))
+        ops = pipeline((0, send), (lag, reduce))
         return assemble("two_levels", group, buffers, ops, between)
     grouped = parts.grouped([(mate, *levels.partners(mate)) for mate in levels.mine])
     up_encoding = Encoding(grouped, up_codec, buffers.dtype, chunking.depth)
     up = ScatterReduce(RankGroup(rank, levels.mine), up_encoding, buffers.source, name="up")
-    sum_in_node = partial(up.reduce, combine=Combine(combine.op), wire=None, target=sums)
-    ops = pipeline(parts.chunks, (0, up.send), (lag, sum_in_node), (lag, between.send), (lag + lag, reduce))
+    sum_in_node = up.reduce(Combine(combine.op), None, sums)
+    ops = pipeline((0, up.send()), (lag, sum_in_node), (lag, send), (lag + lag, reduce))
     return assemble("two_levels", group, buffers, ops, up, between, sums, guarded=sums.guarded)
 
 
@@ -138,8 +136,9 @@ class _Sums:
         starts = list(accumulate(buffers.counts, initial=0))
         self._target, self._dtype, self._own = buffers.target, buffers.dtype, range(starts[rank], starts[rank + 1])
         self.guarded: list[Span] = []
-        chunks, self._size = range(encoding.partition.chunks), 0
-        rows = [[segment for part in partners for segment, _ in encoding.segments(part, k)] for k in chunks]
+        rows: list[list[Segment]] = [[] for _ in range(encoding.partition.chunks)]
+        for segment in chain.from_iterable([encoding.segments[part] for part in partners]):
+            rows[segment.chunk].append(segment)
         if "residual" in encoding.codec.state_names:
             self._places = {segment.start: segment.start for row in rows for segment in row}
             self._size = starts[-1] if self._places else 0
@@ -157,9 +156,11 @@ class _Sums:
         """The buffer of the sums for other nodes, if there are other nodes."""
         return {"sums": Buffer(self._size, self._dtype, Role.WORK)} if self._size else {}
 
-    def span(self, segment: Segment) -> Span:
-        """The elements of a segment."""
-        if segment.start in self._own:
-            return self._target.span(segment)
-        start = self._places[segment.start]
-        return Span("sums", start, start + len(segment))
+    def spans(self, segments: Sequence[Segment]) -> list[Span]:
+        """The elements of each segment."""
+        found = self._target.spans(segments)
+        for i, segment in enumerate(segments):
+            if segment.start not in self._own:
+                start = self._places[segment.start]
+                found[i] = Span("sums", start, start + len(segment))
+        return found

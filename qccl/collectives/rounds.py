@@ -1,26 +1,28 @@
 """The rounds of collectives, chunk by chunk: scatter-reduce and all-gather.
 
-A round has a method for each stage of the pipeline; the method yields the operations of one chunk. A round runs in a
-group of ranks: rank ``i`` of the group owns part ``i`` of the round's partition. If the partition has fewer parts than
-the group has ranks, the last ranks own none.
+A round has a method for each stage of the pipeline, which returns the operations of each chunk. A round runs in a group
+of ranks: rank ``i`` of the group owns part ``i`` of the round's partition. If the partition has fewer parts than the
+group has ranks, the last ranks own none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, repeat, zip_longest
+from operator import itemgetter
 from typing import Protocol
 
 from qccl.codecs.base import Codec
 from qccl.collectives.feedback import with_feedback
-from qccl.collectives.operands import SUM, Arrays, CallerBuffers, Combine, Places, RankGroup
+from qccl.collectives.operands import SUM, CallerBuffers, Combine, Places, RankGroup
 from qccl.collectives.schedule import Buffer, Decode, Encode, Op, Reduce, Schedule, Span
-from qccl.collectives.wire import Encoding, Slots, exchange
+from qccl.collectives.wire import ByChunk, Encoding, Slots, exchange, to_all
 
-__all__ = ["AllGatherRound", "Round", "ScatterReduce", "Stage", "alone", "assemble", "copy_values", "decode_chunk"]
-__all__ += ["decode_row", "encode_chunk", "encode_row", "pipeline"]
+__all__ = ["AllGatherRound", "Round", "ScatterReduce", "Stage", "alone", "assemble", "copy_values", "decode_all"]
+__all__ += ["decode_part", "encode_all", "encode_part", "merged", "pipeline"]
 
-#: a stage of a pipeline: its lag, and the function that makes the operations of a chunk
-Stage = tuple[int, Callable[[int], Iterator[Op]]]
+#: a stage of a pipeline: its lag, and the operations of each chunk
+Stage = tuple[int, ByChunk]
 
 
 class Round:
@@ -57,33 +59,38 @@ class ScatterReduce(Round):
         """
         self.encoding, self._source, self._round = encoding, source, round_number
         self._index = group.index
-        owners = group.owners(encoding.partition.parts) if owners is None else owners
-        self._part = owners.get(group.rank)
-        self._in_order = tuple(other for other in group.ranks if other != group.rank)
+        owners = dict(group.owners(encoding.partition.parts) if owners is None else owners)
+        self._part = owners.pop(group.rank, None)
+        self._in_order = tuple([other for other in group.ranks if other != group.rank])
         own = {} if self._part is None else dict.fromkeys(senders or group.others, self._part)
-        self._send = Slots(encoding, f"{name}.send", {peer: owners[peer] for peer in owners if peer != group.rank})
+        self._send = Slots(encoding, f"{name}.send", owners)
         self._recv = Slots(encoding, f"{name}.recv", own)
 
-    def send(self, k: int) -> Iterator[Op]:
-        """Encode chunk ``k`` of every owner's part and exchange."""
-        yield from encode_row(self._send, k, self._source, self._round)
-        yield from exchange(self._send.wires(k), self._recv.wires(k))
+    def send(self) -> ByChunk:
+        """Encode every owner's part and exchange."""
+        encodes = encode_all(self._send, self._source, self._round)
+        return merged(encodes, exchange(self._send.wires, self._recv.wires))
 
-    def reduce(self, k: int, combine: Combine, wire: Span | None, target: Places | None) -> Iterator[Op]:
-        """Combine the codes of chunk ``k`` of the own part with the own values, into ``wire`` and ``target``."""
+    def reduce(self, combine: Combine, wires: Sequence[Span] | None, target: Places | None) -> ByChunk:
+        """Combine the codes of the own part with the own values.
+
+        ``target`` gets the sums, and ``wires`` their codes, one for each segment. Either may be None, for not wanted.
+        """
+        ops: list[list[Op]] = [[] for _ in range(self.encoding.partition.chunks)]
         if self._part is None:
-            return
-        received = self._recv.wires(k)
-        wires = [received[other] for other in self._in_order]
-        slots = wires if wire is None else [*wires, wire]
-        for segment, spans in self.encoding.segments(self._part, k, *slots):
-            yield Reduce(
+            return ops
+        segments = self.encoding.segments[self._part]
+        received = list(map(self._recv.spans, self._in_order))
+        own = self._source.spans(segments)
+        out = None if target is None else target.spans(segments)
+        for i, segment in enumerate(segments):
+            op = Reduce(
                 self.encoding.codec,
-                srcs=tuple(spans[: len(wires)]),
-                own=self._source.span(segment),
+                srcs=tuple(map(itemgetter(i), received)),
+                own=own[i],
                 own_index=self._index,
-                wire=None if wire is None else spans[-1],
-                out=None if target is None else target.span(segment),
+                wire=None if wires is None else wires[i],
+                out=None if out is None else out[i],
                 op=combine.op,
                 scale=combine.scale,
                 index=segment.index,
@@ -91,12 +98,17 @@ class ScatterReduce(Round):
                 src_ranks=self._in_order,
                 src_round=self._round,
             )
+            ops[segment.chunk].append(op)
+        return ops
 
 
 class AllGatherRound(Round):
     """Each owner sends its wire to other ranks, and each rank receives the wires of owners.
 
     There is one wire slot in "gather.send", and one for each owner in "gather.recv"; ``name`` replaces "gather".
+
+    Attributes:
+        received: for each chunk the slots of the others' wires, by owner.
     """
 
     def __init__(
@@ -113,107 +125,103 @@ class AllGatherRound(Round):
 
         ``receivers``: the ranks that get the own wire (None: group.others). ``round_number``: the round of the wires.
         """
-        self.encoding, self._round, self._ranks = encoding, round_number, group.ranks
-        owners = group.owners(encoding.partition.parts) if owners is None else owners
-        own = {group.rank: owners[group.rank]} if group.rank in owners else {}
+        self.encoding, self._round, self._group = encoding, round_number, group
+        others = dict(group.owners(encoding.partition.parts) if owners is None else owners)
+        own = {group.rank: others.pop(group.rank)} if group.rank in others else {}
         self._receivers = (receivers or group.others) if own else ()
         self._send = Slots(encoding, f"{name}.send", own)
-        self._recv = Slots(encoding, f"{name}.recv", {owner: owners[owner] for owner in owners if owner not in own})
+        self._recv = Slots(encoding, f"{name}.recv", others)
+        self.received = self._recv.wires
 
-    def wire(self, k: int) -> Span:
-        """The slot from which the own wire of chunk ``k`` is sent."""
-        return self._send.wire(k)
+    def wires(self) -> list[Span]:
+        """The place of each segment of the own wire."""
+        return self._send.spans(self._group.rank)
 
-    def received(self, k: int) -> dict[int, Span]:
-        """The slots of the others' wires of chunk ``k``, by owner."""
-        return self._recv.wires(k)
+    def encode(self, source: Places, keep: Places | None = None) -> ByChunk:
+        """Encode the own part, if there is one; ``keep`` receives the values that the others decode."""
+        return encode_all(self._send, source, self._round, keep)
 
-    def encode(self, k: int, source: Arrays, keep: Arrays | None = None) -> Iterator[Op]:
-        """Encode chunk ``k`` of the own part, if there is one; ``keep`` receives the values that the others decode."""
-        yield from encode_row(self._send, k, source, self._round, keep)
+    def exchange(self) -> ByChunk:
+        """Send the own wire to the receivers, and receive the owners' wires."""
+        return exchange(to_all(self._receivers, self._send), self._recv.wires)
 
-    def exchange(self, k: int) -> Iterator[Op]:
-        """Send the own wire of chunk ``k`` to the receivers, and receive the owners' wires."""
-        sends = {peer: wire for wire in self._send.wires(k).values() for peer in self._receivers}
-        yield from exchange(sends, self._recv.wires(k))
+    def decode(self, target: Places) -> ByChunk:
+        """Decode the others' parts into place."""
+        return decode_all(self._recv, target, self._round)
 
-    def decode(self, k: int, target: Arrays) -> Iterator[Op]:
-        """Decode chunk ``k`` of the others' parts into place."""
-        yield from decode_row(self._recv, k, target, self._round)
-
-    def reduce(self, k: int, combine: Combine, target: Arrays) -> Iterator[Op]:
-        """Combine all wires of chunk ``k``, the own one included, in the group's order; all ranks own the same part."""
-        found = self._recv.wires(k) | self._send.wires(k)
-        for segment, spans in self.encoding.segments(0, k, *(found[rank] for rank in self._ranks)):
-            yield Reduce(
+    def reduce(self, combine: Combine, target: Places) -> ByChunk:
+        """Combine all wires, the own one included, in the group's order; all ranks own the same part."""
+        ops: list[list[Op]] = [[] for _ in range(self.encoding.partition.chunks)]
+        segments, ranks = self.encoding.segments[0], tuple(self._group.ranks)
+        wires = [(self._send if rank == self._group.rank else self._recv).spans(rank) for rank in ranks]
+        for segment, srcs, out in zip(segments, zip(*wires, strict=True), target.spans(segments), strict=True):
+            op = Reduce(
                 self.encoding.codec,
-                srcs=tuple(spans),
+                srcs=srcs,
                 own=None,
                 own_index=0,
                 wire=None,
-                out=target.span(segment),
+                out=out,
                 op=combine.op,
                 scale=combine.scale,
                 index=segment.index,
-                src_ranks=tuple(self._ranks),
+                src_ranks=ranks,
                 src_round=self._round,
             )
+            ops[segment.chunk].append(op)
+        return ops
 
 
-def encode_chunk(
-    encoding: Encoding,
-    part: int,
-    k: int,
-    source: Places,
-    wire: Span,
-    round_number: int = 0,
-    keep: Arrays | None = None,
-    *,
-    origin: int = 0,
-) -> Iterator[Op]:
-    """Encode chunk ``k`` of a part into ``wire``; ``keep`` receives the decoded values, in the same pass.
+def encode_part(
+    slots: Slots, peer: int, source: Places, round_number: int = 0, keep: Places | None = None, *, origin: int = 0
+) -> ByChunk:
+    """Encode a peer's part into its slots; ``keep`` receives the decoded values, in the same pass.
 
     Elements are numbered from ``origin`` on.
     """
-    for segment, (span,) in encoding.segments(part, k, wire):
+    codec, segments = slots.encoding.codec, slots.encoding.segments[slots.parts[peer]]
+    ops: list[list[Op]] = [[] for _ in slots.wires]
+    outs = repeat(None) if keep is None else keep.spans(segments)
+    for segment, own, wire, out in zip(segments, source.spans(segments), slots.spans(peer), outs, strict=False):
         index = segment.index - origin
-        if keep is None:
-            yield Encode(encoding.codec, source.span(segment), span, index, round_number)
+        if out is None:
+            op: Op = Encode(codec, own, wire, index, round_number)
         else:
-            own, out = source.span(segment), keep.span(segment)
-            yield Reduce(encoding.codec, (), own, 0, span, out, index=index, round=round_number)
+            op = Reduce(codec, (), own, 0, wire, out, index=index, round=round_number)
+        ops[segment.chunk].append(op)
+    return ops
 
 
-def decode_chunk(
-    encoding: Encoding,
-    part: int,
-    k: int,
-    wire: Span,
-    target: Arrays,
-    maker: int,
+def decode_part(
+    slots: Slots,
+    peer: int,
+    target: Places,
     round_number: int = 0,
     *,
     origin: int = 0,
     accumulate: bool = False,
-) -> Iterator[Op]:
-    """Decode chunk ``k`` of a part from ``wire``, made by rank ``maker``; ``accumulate`` adds it to ``target``."""
-    for segment, (span,) in encoding.segments(part, k, wire):
-        index = segment.index - origin
-        yield Decode(encoding.codec, span, target.span(segment), accumulate, index, round_number, maker)
+) -> ByChunk:
+    """Decode the part that a peer has encoded; ``accumulate`` adds it to ``target``."""
+    codec, segments = slots.encoding.codec, slots.encoding.segments[slots.parts[peer]]
+    ops: list[list[Op]] = [[] for _ in slots.wires]
+    for segment, wire, out in zip(segments, slots.spans(peer), target.spans(segments), strict=True):
+        ops[segment.chunk].append(Decode(codec, wire, out, accumulate, segment.index - origin, round_number, peer))
+    return ops
 
 
-def encode_row(
-    slots: Slots, k: int, source: Places, round_number: int = 0, keep: Arrays | None = None
-) -> Iterator[Op]:  # fmt: skip
-    """encode_chunk() for each slot of a row."""
-    for peer, wire in slots.wires(k).items():
-        yield from encode_chunk(slots.encoding, slots.parts[peer], k, source, wire, round_number, keep)
+def encode_all(slots: Slots, source: Places, round_number: int = 0, keep: Places | None = None) -> ByChunk:
+    """encode_part() for each peer."""
+    return merged(*[encode_part(slots, peer, source, round_number, keep) for peer in slots.parts])
 
 
-def decode_row(slots: Slots, k: int, target: Arrays, round_number: int = 0) -> Iterator[Op]:
-    """decode_chunk() for each slot of a row, by the peer that made the code."""
-    for peer, wire in slots.wires(k).items():
-        yield from decode_chunk(slots.encoding, slots.parts[peer], k, wire, target, peer, round_number)
+def decode_all(slots: Slots, target: Places, round_number: int = 0) -> ByChunk:
+    """decode_part() for each peer."""
+    return merged(*[decode_part(slots, peer, target, round_number) for peer in slots.parts])
+
+
+def merged(*parts: ByChunk) -> ByChunk:
+    """The operations of several parts or stages, one after the other in each chunk."""
+    return [list(chain.from_iterable(ops)) for ops in zip_longest(*parts, fillvalue=())]
 
 
 def alone(buffers: CallerBuffers, codec: Codec, combine: Combine = SUM) -> Iterator[Op]:
@@ -229,17 +237,17 @@ def copy_values(codec: Codec, source: Span, target: Span, combine: Combine = SUM
     return Reduce(codec, (), source, 0, None, target, combine.op, combine.scale)
 
 
-def pipeline(chunks: int, *stages: Stage) -> tuple[Op, ...]:
-    """The program order of a pipeline: in iteration ``i`` each stage ``(lag, make)`` in turn does chunk ``i - lag``.
+def pipeline(*stages: Stage) -> tuple[Op, ...]:
+    """The program order of a pipeline: in iteration ``i`` each stage ``(lag, chunks)`` in turn does chunk ``i - lag``.
 
     On the host the order is only a priority. On CUDA the queues keep it, so it decides what can overlap: an operation
     that waits for chunk ``k`` must have a lag that puts it behind the encode of chunk ``k + 1``.
     """
     ops: list[Op] = []
-    for i in range(chunks + max(lag for lag, _ in stages)):
-        for lag, make in stages:
-            if 0 <= i - lag < chunks:
-                ops.extend(make(i - lag))
+    for i in range(max([lag + len(chunks) for lag, chunks in stages])):
+        for lag, chunks in stages:
+            if 0 <= i - lag < len(chunks):
+                ops += chunks[i - lag]
     return tuple(ops)
 
 

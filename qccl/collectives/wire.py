@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import product, starmap, zip_longest
 
 from qccl.base.dtypes import DType
 from qccl.codecs.base import Codec
-from qccl.collectives.partitions import Partition, Segment
-from qccl.collectives.schedule import Buffer, Exchange, Role, Span, Transfer
+from qccl.collectives.partitions import Partition
+from qccl.collectives.schedule import Buffer, Exchange, Op, Role, Span, Transfer
 
-__all__ = ["ALIGNMENT", "SEGMENT_ALIGNMENT", "Encoding", "Slots", "exchange"]
+__all__ = ["ALIGNMENT", "SEGMENT_ALIGNMENT", "ByChunk", "Encoding", "Slots", "exchange", "to_all"]
 
 #: alignment in bytes of wire slots: a cache line
 ALIGNMENT = 64
 #: alignment in bytes of the codes of several segments in one slot: a vector register of a GPU
 SEGMENT_ALIGNMENT = 16
+
+#: the operations of each chunk
+ByChunk = Sequence[Sequence[Op]]
 
 
 class Encoding:
@@ -25,13 +29,26 @@ class Encoding:
 
     Attributes:
         depth: wire slots per peer, and so the chunks that may be on the wire at the same time.
+        segments: the segments of each part.
+        codes: for each segment of a part, the first byte of its code in the chunk's code, and the end.
+        nbytes: by part and chunk, the bytes on the wire; 0 if the chunk is empty.
     """
 
     def __init__(self, partition: Partition, codec: Codec, dtype: DType, depth: int, *, sums: bool = False) -> None:
         """``sums``: encode by the codec of the second round, which encodes sums."""
         self.partition, self.codec, self.dtype, self.depth = partition, codec.rounds[sums], dtype, depth
-        self._sizes: dict[int, int] = {}
-        self._chunks: dict[tuple[int, int], list[tuple[Segment, int, int]]] = {}
+        self.segments = [partition.segments(part) for part in range(partition.parts)]
+        self.codes: list[list[tuple[int, int]]] = [[] for _ in self.segments]
+        self.nbytes = [[0] * partition.chunks for _ in self.segments]
+        sizes: dict[int, int] = {}
+        for segments, codes, nbytes in zip(self.segments, self.codes, self.nbytes, strict=True):
+            for segment in segments:
+                count = segment.stop - segment.start
+                if count not in sizes:
+                    sizes[count] = self.codec.encoded_nbytes(count, dtype)
+                start = -(-nbytes[segment.chunk] // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+                nbytes[segment.chunk] = start + sizes[count]
+                codes.append((start, start + sizes[count]))
 
     @property
     def lag(self) -> int:
@@ -42,39 +59,10 @@ class Encoding:
         """
         return min(1, self.depth - 1)
 
-    def nbytes(self, part: int, k: int) -> int:
-        """Bytes on the wire of chunk ``k`` of a part; 0 if the chunk is empty."""
-        codes = self._codes(part, k)
-        return codes[-1][2] if codes else 0
-
-    def segments(self, part: int, k: int, *slots: Span) -> Iterator[tuple[Segment, list[Span]]]:
-        """The segments of a chunk; for each, the position of its code in every one of ``slots``."""
-        for segment, start, stop in self._codes(part, k):
-            yield segment, [Span(slot.buffer, slot.start + start, slot.start + stop) for slot in slots]
-
     @cached_property
     def slot_nbytes(self) -> int:
         """The size of a slot into which any chunk fits."""
-        parts, chunks = range(self.partition.parts), range(self.partition.chunks)
-        return _aligned(max([self.nbytes(part, k) for part in parts for k in chunks]), ALIGNMENT)
-
-    def _codes(self, part: int, k: int) -> list[tuple[Segment, int, int]]:
-        """The segments of a chunk, each with the first byte and the end of its code."""
-        found = self._chunks.get((part, k))
-        if found is None:
-            found, start = [], 0
-            for segment in self.partition.segments(part, k):
-                stop = start + self._size(len(segment))
-                found.append((segment, start, stop))
-                start = _aligned(stop, SEGMENT_ALIGNMENT)
-            self._chunks[part, k] = found
-        return found
-
-    def _size(self, count: int) -> int:
-        found = self._sizes.get(count)
-        if found is None:
-            found = self._sizes[count] = self.codec.encoded_nbytes(count, self.dtype)
-        return found
+        return -(-max(map(max, self.nbytes)) // ALIGNMENT) * ALIGNMENT
 
 
 class Slots:
@@ -84,38 +72,45 @@ class Slots:
 
     Attributes:
         parts: by peer, the part whose codes its slots hold.
+        wires: for each chunk the codes that are not empty, by peer.
     """
 
     def __init__(self, encoding: Encoding, name: str, parts: Mapping[int, int], least_depth: int = 1) -> None:
         self.parts, self.encoding, self._name = parts, encoding, name
-        self._depth = min(max(encoding.depth, least_depth), encoding.partition.chunks)
+        chunks, self._nbytes = range(encoding.partition.chunks), encoding.slot_nbytes
+        self._depth = min(max(encoding.depth, least_depth), len(chunks))
+        self._starts: dict[int, list[int]] = {}
+        self.wires: list[dict[int, Span]] = [{} for _ in chunks]
+        for place, (peer, part) in enumerate(parts.items()):
+            starts = [(k % self._depth * len(parts) + place) * self._nbytes for k in chunks]
+            for wires, start, nbytes in zip(self.wires, starts, encoding.nbytes[part], strict=True):
+                if nbytes:
+                    wires[peer] = Span(name, start, start + nbytes)
+            self._starts[peer] = starts
 
     def buffers(self) -> dict[str, Buffer]:
         """The buffer that holds the ring, by name; none if there are no slots."""
-        nbytes = len(self.parts) * self._depth * self.encoding.slot_nbytes
+        nbytes = len(self.parts) * self._depth * self._nbytes
         return {self._name: Buffer(nbytes, None, Role.WORK)} if self.parts else {}
 
-    def wires(self, k: int) -> dict[int, Span]:
-        """The codes of chunk ``k``, by peer."""
-        nbytes = self.encoding.slot_nbytes
-        start, found = k % self._depth * len(self.parts) * nbytes, {}
-        for peer, part in self.parts.items():
-            found[peer] = Span(self._name, start, start + self.encoding.nbytes(part, k))
-            start += nbytes
+    def spans(self, peer: int) -> list[Span]:
+        """For each segment of a peer's part, the position of its code."""
+        part, slots, found = self.parts[peer], self._starts[peer], []
+        for segment, (start, stop) in zip(self.encoding.segments[part], self.encoding.codes[part], strict=True):
+            slot = slots[segment.chunk]
+            found.append(Span(self._name, slot + start, slot + stop))
         return found
 
-    def wire(self, k: int) -> Span:
-        """The code of chunk ``k``, if a row has one slot."""
-        return self.wires(k).popitem()[1]
+
+def exchange(sends: Iterable[Mapping[int, Span]], recvs: Iterable[Mapping[int, Span]]) -> ByChunk:
+    """One Exchange of the spans by peer for each chunk; none if there are no spans."""
+    chunks, nothing = [], dict[int, Span]()
+    for outgoing, incoming in zip_longest(sends, recvs, fillvalue=nothing):
+        op = Exchange(tuple(starmap(Transfer, outgoing.items())), tuple(starmap(Transfer, incoming.items())))
+        chunks.append([op] if outgoing or incoming else [])
+    return chunks
 
 
-def _aligned(nbytes: int, alignment: int) -> int:
-    return -(-nbytes // alignment) * alignment
-
-
-def exchange(sends: Mapping[int, Span], recvs: Mapping[int, Span]) -> Iterator[Exchange]:
-    """One Exchange of the spans by peer, without those that are empty on both sides; nothing if all are empty."""
-    outgoing = tuple(Transfer(peer, span) for peer, span in sends.items() if len(span))
-    incoming = tuple(Transfer(peer, span) for peer, span in recvs.items() if len(span))
-    if outgoing or incoming:
-        yield Exchange(outgoing, incoming)
+def to_all(peers: Iterable[int], slots: Slots) -> list[dict[int, Span]]:
+    """For each chunk, the code in its only slot, to be sent to each of ``peers``."""
+    return [dict(product(peers, wires.values())) for wires in slots.wires]

@@ -24,7 +24,7 @@ COUNTS = [0, 1, 7, 8, 9, 100, 1000, 4096]
 def test_chunks_tile_the_vector(count: int, parts: int, chunk: int) -> None:
     """In order, without gaps, at multiples of the bucket, no larger than asked, and balanced."""
     partitioned = partition([count], parts, [MinMax(bucket=8)], ChunkPolicy.of_elements(chunk))
-    shards = [[s for k in range(partitioned.chunks) for s in partitioned.segments(part, k)] for part in range(parts)]
+    shards = [partitioned.segments(part) for part in range(parts)]
     chunks = [segment for shard in shards for segment in shard]
     assert [i for segment in chunks for i in range(segment.start, segment.stop)] == list(range(count))
     assert all(segment.start % 8 == 0 and segment.index == segment.start for segment in chunks)
@@ -43,7 +43,7 @@ def test_the_default_chunks_of_two_levels_are_small_at_both_ends(count: int, par
     edges = [min(bound * partitioned.granule, count) for bound in partitioned.bounds]
     bucket = codec.encoded_nbytes(partitioned.granule, FLOAT32)
     for part in range(parts):
-        chunks = [chunk for k in range(partitioned.chunks) for chunk in partitioned.segments(part, k)]
+        chunks = partitioned.segments(part)
         if not chunks:
             assert edges[part] == edges[part + 1]
             continue
@@ -65,13 +65,13 @@ def test_slot_sizes() -> None:
         slots = Slots(encoding, "ring", {0: 0, 1: 1, 2: 2})
         assert encoding.slot_nbytes % ALIGNMENT == 0 and partitioned.chunks == 4
         assert slots.buffers()["ring"].nbytes == 3 * rows * encoding.slot_nbytes
-        spans = [slots.wires(k)[part] for k in range(4) for part in range(3)]
+        spans = [slots.wires[k][part] for k in range(4) for part in range(3)]
         assert [span.start for span in spans] == [i % (3 * rows) * encoding.slot_nbytes for i in range(12)]
         for part in range(3):
             for k in range(partitioned.chunks):
-                length = sum(map(len, partitioned.segments(part, k)))
-                assert encoding.nbytes(part, k) == 4 * length <= encoding.slot_nbytes
-                assert len(slots.wires(k)[part]) == encoding.nbytes(part, k)
+                length = sum([len(segment) for segment in partitioned.segments(part) if segment.chunk == k])
+                assert encoding.nbytes[part][k] == 4 * length <= encoding.slot_nbytes
+                assert len(slots.wires[k][part]) == encoding.nbytes[part][k]
 
 
 def test_peers_are_rotated() -> None:
@@ -86,5 +86,5 @@ def test_pipeline_order() -> None:
     def stage(name: str) -> Decode:
         return Decode(NoCodec(), Span(name, 0, 4), Span("out", 0, 1))
 
-    ops = pipeline(3, (0, lambda k: iter([stage(f"a{k}")])), (1, lambda k: iter([stage(f"b{k}")])))
+    ops = pipeline((0, [[stage(f"a{k}")] for k in range(3)]), (1, [[stage(f"b{k}")] for k in range(3)]))
     assert [op.wire.buffer for op in ops] == ["a0", "a1", "b0", "a2", "b1", "b2"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator
@@ -103,8 +102,8 @@ def stretches_of(call: AnyCall, longest: int = _STRETCH) -> Iterator[tuple[int, 
     """
     found = partition(call.each, call.shards, call.codecs, ChunkPolicy.of_elements(longest))
     arrays = list(accumulate(call.each, initial=0))
-    for shard, k in itertools.product(range(found.parts), range(found.chunks)):
-        for part in found.segments(shard, k):
+    for shard in range(found.parts):
+        for part in found.segments(shard):
             yield shard, arrays[part.array] + part.start, arrays[part.array] + part.stop, part.index
 
 
