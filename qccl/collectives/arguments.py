@@ -12,9 +12,9 @@ from qccl.base.errors import ArgumentError
 from qccl.base.scalars import as_integer, as_real
 from qccl.codecs.base import Codec
 
-__all__ = ["OPS", "CodecLike", "OpLike", "auto_codec", "check_group", "check_trace", "checked_chunk", "checked_codec"]
-__all__ += ["codec_text", "codecs_of", "count_of", "integer", "integers", "lossiest", "one_of", "op_of"]
-__all__ += ["setup_timeout", "timeout_of"]
+__all__ = ["OPS", "CodecLike", "OpLike", "auto_codec", "check_group", "check_key", "check_trace", "checked_chunk"]
+__all__ += ["checked_codec", "codec_text", "codecs_of", "count_of", "integer", "integers", "lossiest", "one_of"]
+__all__ += ["op_of", "setup_timeout", "timeout_of"]
 
 #: the arguments that qccl.codecs.get accepts, and "auto" and "auto:CODEC" as text where a call may choose
 CodecLike = str | Mapping[str, Any] | Codec
@@ -138,6 +138,17 @@ def check_trace(trace: Any) -> None:
     """Raise ArgumentError unless ``trace`` is a list, or None."""
     if trace is not None and not hasattr(trace, "append"):
         raise ArgumentError(f"trace must be a list, to which the call appends its events, not {trace!r}")
+
+
+def check_key(codec: Codec, key: str | None) -> None:
+    """Raise ArgumentError unless ``key`` is a string, or None for a codec without state."""
+    if key is None and codec.state_names:
+        raise ArgumentError(
+            f"{codec.spec()} keeps its {' and '.join(codec.state_names)} from call to call, so it needs a name for the "
+            f"array: pass key=, the same on all ranks and in all steps, such as key='layer1.weight'"
+        )
+    if key is not None and not isinstance(key, str):
+        raise ArgumentError(f"key must be a string that names the array, not {key!r}")
 
 
 def check_group(color: int | None, key: int) -> None:

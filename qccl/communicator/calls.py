@@ -25,7 +25,7 @@ from qccl.collectives import (
     ReduceScatterSpec,
     ReduceSpec,
 )
-from qccl.collectives.arguments import CodecLike, OpLike, check_trace, codecs_of, count_of, timeout_of
+from qccl.collectives.arguments import CodecLike, OpLike, check_key, check_trace, codecs_of, count_of, timeout_of
 from qccl.collectives.schedule import Role
 from qccl.communicator.choosing import Chooser
 from qccl.communicator.dynamo import not_traced, skip_tracing
@@ -33,7 +33,7 @@ from qccl.communicator.options import ArrayOptions, CallOptions, Method, ResultA
 from qccl.communicator.profile import CallChoice
 from qccl.communicator.programs import Compiled
 from qccl.communicator.session import Session
-from qccl.communicator.state import check_key, lr_of
+from qccl.communicator.state import lr_of
 from qccl.communicator.work import Work
 from qccl.engine.base import Bound, Progress, Request
 

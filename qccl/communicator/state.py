@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from qccl.base.dtypes import FLOAT32, DType
 from qccl.base.errors import ArgumentError
 from qccl.base.scalars import as_bool, as_integer, as_real
-from qccl.codecs.base import Codec
 from qccl.communicator.owners import Owners
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
     from qccl.engine.base import Bound, Persistent
 
-__all__ = ["Entry", "Forms", "Parts", "Places", "StateArray", "StateStore", "check_key", "extents", "lr_of"]
+__all__ = ["Entry", "Forms", "Parts", "Places", "StateArray", "StateStore", "extents", "lr_of"]
 
 #: parts of state buffers: the buffer's name, and its elements from start to stop
 Parts = Iterable[tuple[str, int, int]]
@@ -374,17 +373,6 @@ def extents(places: Places) -> dict[str, int]:
     for name, _, stop in (span for spans in places.values() for span in spans):
         found[name] = max(stop, found.get(name, 0))
     return found
-
-
-def check_key(codec: Codec, key: str | None) -> None:
-    """Raise ArgumentError unless ``key`` is a string, or None for a codec without state."""
-    if key is None and codec.state_names:
-        raise ArgumentError(
-            f"{codec.spec()} keeps its {' and '.join(codec.state_names)} from call to call, so it needs a name for the "
-            f"array: pass key=, the same on all ranks and in all steps, such as key='layer1.weight'"
-        )
-    if key is not None and not isinstance(key, str):
-        raise ArgumentError(f"key must be a string that names the array, not {key!r}")
 
 
 def lr_of(lr: float) -> float:

@@ -7,16 +7,16 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from qccl.base.arrays import Memory
-from qccl.base.errors import QcclError
+from qccl.base.errors import ArgumentError, EngineError, QcclError
 from qccl.base.trace import TraceEvent
 from qccl.collectives.chunks import ChunkPolicy
-from qccl.collectives.schedule import Schedule
-from qccl.engine.call_numbers import Numbers
+from qccl.collectives.schedule import Buffer, Exchange, Role, Schedule
 from qccl.engine.end import End
 from qccl.observe.call_records import CallRecord
 from qccl.observe.tallies import Counted, Tallies
 
-__all__ = ["Backend", "Bound", "Engine", "Execution", "Persistent", "Program", "Progress", "Request", "Rig"]
+__all__ = ["Backend", "Bound", "Engine", "Execution", "Numbers", "Persistent", "Program", "Progress", "Request", "Rig"]
+__all__ += ["caller_buffers", "check_addresses"]
 
 
 class Progress(Enum):
@@ -66,6 +66,37 @@ class Bound(NamedTuple):
     addresses: Mapping[str, int]
     text: str
     pairs: tuple[str, ...] = ()
+
+
+class Numbers:
+    """The numbers of a group's next call, for all to read.
+
+    Attributes:
+        sequence: the number in the group, barriers included.
+        calls: the number that keys the random numbers; it does not count barriers, which change no result.
+        offset: what load_state_dict() has added to ``calls``.
+    """
+
+    __slots__ = ("calls", "offset", "sequence")
+
+    def __init__(self) -> None:
+        self.sequence = self.calls = self.offset = 0
+
+    def take(self) -> tuple[int, int]:
+        """Number a call that the engine has accepted, before it sends anything. Returns ``sequence`` and ``calls``."""
+        sequence, call = self.sequence, self.calls
+        self.sequence, self.calls = sequence + 1, call + 1
+        return sequence, call
+
+    def go_back(self, call: int) -> None:
+        """Use ``call`` for the next random numbers, after calls that have changed no result."""
+        if call < self.calls:
+            self.calls = call
+
+    def go_on(self, call: int) -> None:
+        """Continue with ``call`` after a restart."""
+        self.offset += call - self.calls
+        self.calls = call
 
 
 class Execution(Protocol):
@@ -263,3 +294,23 @@ class Backend(Protocol):
     timeout: float
     engine: Engine
     memory: Memory
+
+
+def caller_buffers(schedule: Schedule) -> dict[str, Buffer]:
+    """The caller's buffers, by name; each run is given their addresses.
+
+    Raises EngineError if a transfer uses one of them. A library may still write to the memory of an abandoned receive,
+    so transfers must use the workspace, which outlives them.
+    """
+    for i, op in enumerate(schedule.ops):
+        for transfer in (*op.sends, *op.recvs) if isinstance(op, Exchange) else ():
+            name = transfer.span.buffer
+            if schedule.buffers[name].role is not Role.WORK:
+                raise EngineError(f"operation {i} transfers {name!r}; transfers must be in work buffers")
+    return {name: buffer for name, buffer in schedule.buffers.items() if buffer.role is not Role.WORK}
+
+
+def check_addresses(addresses: Mapping[str, int], needed: Mapping[str, Buffer]) -> None:
+    """Raise ArgumentError unless exactly the ``needed`` buffers have addresses."""
+    if addresses.keys() != needed.keys():
+        raise ArgumentError(f"addresses are needed for {sorted(needed)}, not for {sorted(addresses)}")

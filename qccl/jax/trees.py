@@ -15,11 +15,10 @@ import numpy as np
 from qccl import codecs
 from qccl.base.errors import ArgumentError
 from qccl.codecs import Codec
-from qccl.collectives.arguments import CodecLike, one_of
+from qccl.collectives.arguments import CodecLike, check_key, one_of
 from qccl.communicator.communicator import Communicator
 from qccl.communicator.launch import init
 from qccl.communicator.owners import Owner
-from qccl.communicator.state import check_key
 from qccl.jax.host_call import call_on_host
 from qccl.jax.reduction import Reduction, check_type
 

@@ -128,6 +128,8 @@ class Transport(Group):
         eager_nbytes: bytes by which a message may be shorter than its receive; the most data behind a header.
         shares_memory: all ranks are on one machine and in one network namespace, so no link is slower than they are.
         is_between_sites: the ranks may be far from each other, and packets may be lost.
+        sends_ahead: the ranks for which this transport limits the messages that it keeps until they make a call. To
+            these ranks a call may send everything before it has their headers, to others only one window of messages.
         wire: send, receive and poll in native code; None: the run loop calls the methods of this class.
     """
 
@@ -135,15 +137,8 @@ class Transport(Group):
     eager_nbytes: int = 0
     shares_memory: bool = False
     is_between_sites: bool = False
+    sends_ahead: Sequence[int] = ()
     wire: Wire | None = None
-
-    @property
-    def sends_ahead(self) -> Sequence[int]:
-        """The ranks for which this transport limits the messages that it keeps until they make a call.
-
-        To these ranks a call may send everything before it has their headers, to others only one window of messages.
-        """
-        return ()
 
     @abstractmethod
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:

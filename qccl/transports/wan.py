@@ -118,6 +118,7 @@ class WanTransport(ConnectedTransport):
         own = parts[self.rank][1:2]
         #: the ranks that share memory with this one
         self._near = [r for r, each in enumerate(parts) if r != self.rank and each[1:2] == own and any(each[2:])]
+        self.sends_ahead = [rank for rank in range(self.size) if rank not in self._near]  # UCX keeps all for the others
         for rank in self._near:
             sites, _, memory = parts[rank]
             parts[rank] = [sites + b"\0" + memory]  # a near rank needs no connection between sites
@@ -126,11 +127,6 @@ class WanTransport(ConnectedTransport):
     def _no_network(self, reason: str) -> str:
         hint = "; UCX_TLS=tcp keeps ranks of one machine from sharing memory" if "UCX" in reason else ""
         return super()._no_network(reason) + hint
-
-    @property
-    def sends_ahead(self) -> Sequence[int]:
-        """Ranks without shared memory: UCX keeps all messages for the others."""
-        return [rank for rank in range(self.size) if rank not in self._near]
 
     @property
     def carrier(self) -> str:

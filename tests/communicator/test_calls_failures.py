@@ -10,7 +10,7 @@ from thread_ranks import on_ranks
 from threads import hear
 
 import qccl
-from qccl.engine.call_numbers import Numbers
+from qccl.engine.base import Numbers
 from qccl.engine.host.engine import HostEngine
 
 COUNT = 300

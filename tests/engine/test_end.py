@@ -14,7 +14,7 @@ from thread_ranks import on_ranks
 
 import qccl
 from qccl.base.errors import ArgumentError, EngineError, PeerLost
-from qccl.engine.call_numbers import Numbers
+from qccl.engine.base import Numbers
 from qccl.engine.end import End
 
 SOURCES = sorted((Path(__file__).parents[2] / "qccl").rglob("*.py"))

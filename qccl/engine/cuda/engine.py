@@ -32,9 +32,7 @@ from qccl.base.errors import ArgumentError, CollectiveTimeout, EngineError, Qccl
 from qccl.base.lifetime import Registry, Stage
 from qccl.collectives.chunks import GPU
 from qccl.collectives.schedule import Queue, Schedule
-from qccl.engine.base import Bound, Progress, Request
-from qccl.engine.call_numbers import Numbers
-from qccl.engine.checks import check_addresses
+from qccl.engine.base import Bound, Numbers, Progress, Request, check_addresses
 from qccl.engine.control import ControlKind, Header
 from qccl.engine.cuda import source as cuda_source
 from qccl.engine.cuda.consistency import Consistency

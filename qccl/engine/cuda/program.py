@@ -17,7 +17,7 @@ from qccl.base.dtypes import DType
 from qccl.base.errors import ArgumentError, EngineError
 from qccl.base.trace import TraceEvent
 from qccl.collectives.schedule import Commit, Op, Queue, Reduce, Role, Schedule, Span, Task, Transfer, reads, writes
-from qccl.engine.checks import caller_buffers
+from qccl.engine.base import caller_buffers
 from qccl.engine.cuda import source as cuda_source
 from qccl.engine.cuda.device import Device
 from qccl.engine.cuda.kernels import kernels

@@ -27,9 +27,7 @@ from qccl.base.guard import release_all
 from qccl.base.lifetime import Registry, Stage, keep, unhandled
 from qccl.collectives.chunks import BETWEEN_SITES, NETWORK, ChunkPolicy, shared_memory
 from qccl.collectives.schedule import Schedule
-from qccl.engine.base import Bound, Progress, Request
-from qccl.engine.call_numbers import Numbers
-from qccl.engine.checks import check_addresses
+from qccl.engine.base import Bound, Numbers, Progress, Request, check_addresses
 from qccl.engine.control import CALL, Block, ControlKind, Header
 from qccl.engine.end import End
 from qccl.engine.host.execution import HostExecution

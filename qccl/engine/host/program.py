@@ -26,7 +26,7 @@ from qccl.collectives.schedule import (
     Transfer,
     tasks,
 )
-from qccl.engine.checks import caller_buffers
+from qccl.engine.base import caller_buffers
 from qccl.engine.control import Block
 from qccl.engine.host.zero_copy import remove_copies
 from qccl.engine.labels import Label, labels

@@ -8,7 +8,7 @@ from threads import Caller
 from qccl.base.dtypes import FLOAT32
 from qccl.base.errors import ArgumentError, EngineError
 from qccl.collectives.schedule import Buffer, Exchange, Role, Schedule, Span, Transfer
-from qccl.engine.checks import caller_buffers
+from qccl.engine.base import caller_buffers
 from qccl.transports.loopback import LoopbackGroup
 
 BUFFERS = {
