@@ -219,17 +219,13 @@ class BucketCodec(Codec):
             codes, meta = codes + more[0], meta + more[1]
         return -(-codes // 4) * 4 + meta if meta else codes
 
+    @cache  # noqa: B019 - a program has few codecs, and equal ones share their loops
     def host(self) -> Any:
         """The compiled loops for these parameters; objects with equal parameters share one."""
-        return _compiled(self)
+        from qccl import _host
 
-
-@cache
-def _compiled(codec: BucketCodec) -> Any:
-    from qccl import _host
-
-    kernel = codec.kernel()
-    return _host.CompiledCodec(kernel.type, kernel.bucket, kernel.seed, list(kernel.options))
+        kernel = self.kernel()
+        return _host.CompiledCodec(kernel.type, kernel.bucket, kernel.seed, list(kernel.options))
 
 
 def _spelled(value: object) -> str:

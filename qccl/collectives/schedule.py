@@ -10,32 +10,32 @@ used again therefore waits until its send has completed, and a bounded window of
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
 
 from qccl.base.dtypes import FLOAT32, DType
 from qccl.base.errors import ArgumentError, QcclError
-from qccl.base.intervals import IntervalMap
 from qccl.codecs.base import Codec
 
-__all__ = ["Buffer", "Commit", "Decode", "Encode", "Exchange", "Op", "Queue", "Reduce", "Task"]
-__all__ += [
+__all__ = [
+    "Buffer",
+    "Commit",
+    "Decode",
+    "Encode",
+    "Exchange",
+    "Op",
+    "Queue",
+    "Reduce",
     "Role",
     "Schedule",
     "Span",
     "State",
-    "StateBuffer",
-    "Transfer",
-    "VerificationError",
-    "buffer_name",
-    "dependencies",
-    "reads",
-    "state_buffers",
-    "tasks",
-    "writes",
 ]
+__all__ += ["StateBuffer", "Task", "Transfer", "VerificationError", "accesses", "buffer_name", "dependencies", "pieces"]
+__all__ += ["state_buffers", "tasks"]
 
 
 class VerificationError(QcclError):
@@ -263,28 +263,35 @@ class Schedule:
 
     def moved_nbytes(self, node_ids: Sequence[int]) -> tuple[int, int]:
         """Bytes that this rank sends to ranks of other nodes, and receives; ``node_ids`` has each rank's node."""
-        sent, received, here = 0, 0, node_ids[self.rank]
+        moved, here = [0, 0], node_ids[self.rank]
         for op in self.ops:
-            if isinstance(op, Exchange):
-                sent += sum([len(send.span) for send in op.sends if node_ids[send.peer] != here])
-                received += sum([len(recv.span) for recv in op.recvs if node_ids[recv.peer] != here])
-        return sent, received
+            for way, transfers in enumerate((op.sends, op.recvs)) if isinstance(op, Exchange) else ():
+                for transfer in transfers:
+                    if node_ids[transfer.peer] != here:
+                        moved[way] += transfer.span.stop - transfer.span.start
+        return moved[0], moved[1]
 
     def sent_nbytes(self) -> int:
         """Bytes that this rank sends to others."""
         return self.moved_nbytes(range(self.size))[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which takes twice as long to make
 class Task:
     """The unit that an engine starts and completes: a compute operation, a transfer, or a whole Exchange.
 
     ``sequence`` numbers the transfers of this rank with one peer in one direction, so that both ends number a message
     alike. ``source`` is the source of a zero-copy send, whose wire slot is reserved but not read.
+
+    Attributes:
+        reads: the spans that the task reads; a send reads its slot, a receive nothing.
+        writes: the spans that the task writes; a receive writes its slot, a send nothing.
     """
 
     op_index: int
     op: Op
+    reads: tuple[Span, ...]
+    writes: tuple[Span, ...]
     transfer: Transfer | None = None
     is_send: bool = False
     sequence: int = 0
@@ -295,121 +302,83 @@ class Task:
         """Communication for an Exchange or a transfer, computation for everything else."""
         return Queue.COMM if isinstance(self.op, Exchange) else Queue.COMPUTE
 
-    def reads(self) -> tuple[Span, ...]:
-        """The spans that the task reads: a send reads its slot, and its source if it has one; a receive nothing."""
-        if self.transfer is not None:
-            return _present((self.transfer.span, self.source)) if self.is_send else ()
-        return reads(self.op)
-
-    def writes(self) -> tuple[Span, ...]:
-        """The spans that the task writes: a receive writes its slot, a send nothing."""
-        if self.transfer is not None:
-            return () if self.is_send else (self.transfer.span,)
-        return writes(self.op)
-
-
-def _present(spans: Iterable[Span | None]) -> tuple[Span, ...]:
-    return tuple([span for span in spans if span is not None])
-
 
 def state_buffers(state: State | None) -> tuple[StateBuffer, ...]:
     """The residual and the momentum of an operation, if it has them."""
     return () if state is None else tuple(each for each in (state.residual, state.momentum) if each is not None)
 
 
-def reads(op: Op) -> tuple[Span, ...]:
-    """The spans that ``op`` reads."""
+def accesses(op: Op) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """The spans that ``op`` reads, and the spans that it writes."""
     match op:
         case Encode():
-            return (op.src,)
+            return (op.src,), (op.wire,)
         case Decode():
-            return (op.wire, op.dst) if op.accumulate else (op.wire,)
+            return ((op.wire, op.dst) if op.accumulate else (op.wire,)), (op.dst,)
         case Reduce():
-            return _present((*op.srcs, op.own, *(each.old for each in state_buffers(op.state))))
+            read = op.srcs if op.own is None else (*op.srcs, op.own)
+            written = () if op.wire is None else (op.wire,)
+            written = written if op.out is None else (*written, op.out)
+            if op.state is not None:
+                state = state_buffers(op.state)
+                read, written = (*read, *[each.old for each in state]), (*written, *[each.new for each in state])
+            return read, written
         case Commit():
-            return (*op.guard, *(each.new for each in op.state_buffers))
+            new, old = [each.new for each in op.state_buffers], [each.old for each in op.state_buffers]
+            return (*op.guard, *new), tuple(old)
         case Exchange():
-            return tuple([transfer.span for transfer in op.sends])
+            return tuple([each.span for each in op.sends]), tuple([each.span for each in op.recvs])
 
 
-def writes(op: Op) -> tuple[Span, ...]:
-    """The spans that ``op`` writes."""
-    match op:
-        case Encode():
-            return (op.wire,)
-        case Decode():
-            return (op.dst,)
-        case Reduce():
-            return _present((op.wire, op.out, *(each.new for each in state_buffers(op.state))))
-        case Commit():
-            return tuple(each.old for each in op.state_buffers)
-        case Exchange():
-            return tuple([transfer.span for transfer in op.recvs])
-
-
-def tasks(schedule: Schedule, *, per_transfer: bool) -> Iterator[Task]:
+def tasks(schedule: Schedule, *, per_transfer: bool) -> list[Task]:
     """The tasks of a schedule in program order; ``per_transfer`` splits an Exchange into transfers, receives first."""
-    counters: dict[tuple[int, bool], int] = {}
+    found: list[Task] = []
+    counters: Counter[tuple[int, bool]] = Counter()
     for i, op in enumerate(schedule.ops):
         if not (per_transfer and isinstance(op, Exchange)):
-            yield Task(i, op)
+            found.append(Task(i, op, *accesses(op)))
             continue
         for transfers, is_send in ((op.recvs, False), (op.sends, True)):
             for transfer in transfers:
-                sequence = counters.get((transfer.peer, is_send), 0)
-                counters[transfer.peer, is_send] = sequence + 1
-                yield Task(i, op, transfer, is_send, sequence)
+                slot, way = (transfer.span,), (transfer.peer, is_send)
+                read, written = (slot, ()) if is_send else ((), slot)
+                found.append(Task(i, op, read, written, transfer, is_send, counters[way]))
+                counters[way] += 1
+    return found
 
 
-@dataclass(slots=True)
-class _History:
-    """A range of a buffer with one history: the task that last wrote it, and the tasks that have read it since."""
+def pieces(spans: Collection[Span]) -> tuple[dict[Span, range], list[int]]:
+    """Cut spans wherever another one begins or ends, and number the pieces.
 
-    start: int
-    stop: int
-    writer: int | None
-    readers: list[int]
-
-    def split(self, at: int) -> _History:
-        rest = _History(at, self.stop, self.writer, list(self.readers))
-        self.stop = at
-        return rest
-
-
-def _read(history: IntervalMap[_History], span: Span, task: int, found: set[int]) -> None:
-    position = span.start
-    for segment in history.covered(span.start, span.stop):
-        if segment.writer is not None:
-            found.add(segment.writer)
-        segment.readers.append(task)
-        if position < segment.start:
-            history.put(_History(position, segment.start, None, [task]))
-        position = segment.stop
-    if position < span.stop:
-        history.put(_History(position, span.stop, None, [task]))
-
-
-def _write(history: IntervalMap[_History], span: Span, task: int, found: set[int]) -> None:
-    for segment in history.put(_History(span.start, span.stop, task, [])):
-        found.update(segment.readers)
-        if segment.writer is not None:
-            found.add(segment.writer)
+    Returns the numbers of each span's pieces, and where each piece begins; it ends where the next one begins.
+    """
+    edges: defaultdict[str, set[int]] = defaultdict(set)
+    for span in spans:
+        edges[span.buffer].update((span.start, span.stop))
+    starts: list[int] = []
+    numbers: dict[str, dict[int, int]] = {}
+    for buffer, found in edges.items():
+        numbers[buffer] = dict(zip(sorted(found), count(len(starts)), strict=False))
+        starts += numbers[buffer]
+    return {span: range(numbers[span.buffer][span.start], numbers[span.buffer][span.stop]) for span in spans}, starts
 
 
 def dependencies(program: Sequence[Task]) -> list[tuple[int, ...]]:
     """For each task, the earlier tasks that must have completed before it may start (RAW, WAR, WAW), ascending."""
-    histories: defaultdict[str, IntervalMap[_History]] = defaultdict(IntervalMap)
+    pieces_of, starts = pieces([span for task in program for span in (*task.reads, *task.writes)])
+    writers = [-1] * len(starts)  # the last task that wrote a piece; -1: none
+    readers: list[list[int]] = [[] for _ in starts]  # the tasks that have read it since
     result: list[tuple[int, ...]] = []
     for i, task in enumerate(program):
         found: set[int] = set()
-        for span in task.reads():
-            if span.start < span.stop:
-                _read(histories[span.buffer], span, i, found)
-        for span in task.writes():
-            if span.start < span.stop:
-                _write(histories[span.buffer], span, i, found)
-        found.discard(i)
-        if isinstance(task.op, Commit):
-            found = set(range(i))
-        result.append(tuple(sorted(found)))
+        for span in task.reads:
+            for piece in pieces_of[span]:
+                found.add(writers[piece])
+                readers[piece].append(i)
+        for span in task.writes:
+            for piece in pieces_of[span]:
+                found.add(writers[piece])
+                found.update(readers[piece])
+                writers[piece], readers[piece] = i, []
+        result.append(tuple(range(i)) if isinstance(task.op, Commit) else tuple(sorted(found - {i, -1})))
     return result

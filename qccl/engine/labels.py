@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
-from qccl.base.intervals import IntervalMap
-from qccl.collectives.schedule import Buffer, Commit, Decode, Encode, Exchange, Op, Reduce, Task
+from qccl.collectives.schedule import Buffer, Commit, Decode, Encode, Exchange, Op, Reduce, Task, pieces
 
 __all__ = ["Label", "labels", "launch_label"]
 
@@ -21,20 +20,6 @@ class Label(NamedTuple):
     queue: str
     name: str
     args: Args
-
-
-@dataclass(slots=True)
-class _Written:
-    """A range of a buffer, and the last task that wrote it."""
-
-    start: int
-    stop: int
-    task: int
-
-    def split(self, at: int) -> _Written:
-        rest = _Written(at, self.stop, self.task)
-        self.stop = at
-        return rest
 
 
 def labels(program: Sequence[Task], buffers: Mapping[str, Buffer]) -> list[Label]:
@@ -82,17 +67,17 @@ def _number_chunks(
 
 def _flow(program: Sequence[Task]) -> tuple[list[list[int]], list[list[int]]]:
     """Find for each task the tasks that wrote its inputs, and the tasks that read its outputs."""
-    written: defaultdict[str, IntervalMap[_Written]] = defaultdict(IntervalMap)
+    pieces_of, _ = pieces([span for task in program for span in (*task.reads, *task.writes)])
+    writers: dict[int, int] = {}
     sources: list[list[int]] = [[] for _ in program]
     readers: list[list[int]] = [[] for _ in program]
     for i, task in enumerate(program):
-        for span in task.reads():
-            for cell in written[span.buffer].covered(span.start, span.stop) if len(span) else ():
-                sources[i].append(cell.task)
-                readers[cell.task].append(i)
-        for span in task.writes():
-            if len(span):
-                written[span.buffer].put(_Written(span.start, span.stop, i))
+        for piece in chain.from_iterable([pieces_of[span] for span in task.reads]):
+            if piece in writers and writers[piece] not in sources[i]:
+                sources[i].append(writers[piece])
+                readers[writers[piece]].append(i)
+        for piece in chain.from_iterable([pieces_of[span] for span in task.writes]):
+            writers[piece] = i
     return sources, readers
 
 

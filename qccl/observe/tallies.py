@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import repeat
 from typing import NamedTuple
 
 from qccl import _host
-from qccl.base.intervals import IntervalMap
-from qccl.collectives.schedule import Decode, Encode, Exchange, Reduce, Role, Schedule, Span
+from qccl.collectives.schedule import Decode, Encode, Exchange, Reduce, Role, Schedule, Span, pieces
 
 __all__ = ["CallStats", "Counted", "Tallies", "Traffic", "traffic"]
 
@@ -93,47 +93,33 @@ class Traffic(NamedTuple):
     sent_nbytes: int
 
 
-@dataclass(slots=True)
-class _Code:
-    """The place of encoded values in a wire buffer."""
-
-    start: int
-    stop: int
-    elements: int
-
-    def split(self, at: int) -> _Code:
-        """Split a code inside which a message ends; the elements are shared in proportion."""
-        rest = _Code(at, self.stop, round(self.elements * (self.stop - at) / (self.stop - self.start)))
-        self.stop, self.elements = at, self.elements - rest.elements
-        return rest
-
-
 def traffic(schedule: Schedule) -> Traffic:
     """The traffic of the schedule's rank. A message may have several codes, also codes made by other ranks."""
-    codes: dict[str, IntervalMap[_Code]] = {name: IntervalMap() for name in schedule.buffers}
-
-    def put(span: Span, values: Span | None) -> None:
-        if span.start < span.stop:
-            elements = 0 if values is None else values.stop - values.start
-            codes[span.buffer].put(_Code(span.start, span.stop, elements))
-
-    for op in reversed(
-        schedule.ops
-    ):  # codes that arrive, by what reads them; backwards, so that the first reader counts
+    found: list[tuple[Span, Span | None]] = []  # codes with their values, and messages
+    # first the codes that arrive, by their readers; backwards, so that the first reader counts
+    for op in reversed(schedule.ops):
         if isinstance(op, Decode):
-            put(op.wire, op.dst)
+            found.append((op.wire, op.dst))
         elif isinstance(op, Reduce):
-            for src in op.srcs:
-                put(src, op.out if op.own is None else op.own)
-    elements = 0
+            found += zip(op.srcs, repeat(op.out if op.own is None else op.own))
     for op in schedule.ops:
         if isinstance(op, Encode):
-            put(op.wire, op.src)
+            found.append((op.wire, op.src))
         elif isinstance(op, Reduce) and op.wire is not None:
-            put(op.wire, op.out if op.own is None else op.own)
+            found.append((op.wire, op.out if op.own is None else op.own))
         elif isinstance(op, Exchange):
-            for span in [transfer.span for transfer in op.sends if transfer.peer != schedule.rank]:
-                elements += sum([code.elements for code in codes[span.buffer].covered(span.start, span.stop)])
-    kinds = (each.dtype for each in schedule.buffers.values() if each.role in (Role.INPUT, Role.OUTPUT))
-    itemsize = next((dtype.itemsize for dtype in kinds if dtype is not None), 0)
-    return Traffic(elements * itemsize, schedule.sent_nbytes())
+            for transfer in op.sends:
+                if transfer.peer != schedule.rank:
+                    found.append((transfer.span, None))
+    pieces_of, starts = pieces([span for span, _ in found])
+    elements, share = 0.0, [0.0] * len(starts)  # the share of a piece: its code's elements, in proportion to the bytes
+    for span, values in found:
+        if values is None:
+            elements += sum(map(share.__getitem__, pieces_of[span]))
+            continue
+        count, nbytes = values.stop - values.start, span.stop - span.start
+        for piece in pieces_of[span]:
+            share[piece] = count * (starts[piece + 1] - starts[piece]) / nbytes
+    arrays = [each for each in schedule.buffers.values() if each.role in (Role.INPUT, Role.OUTPUT)]
+    itemsize = arrays[0].itemsize if arrays else 0
+    return Traffic(round(elements) * itemsize, schedule.sent_nbytes())

@@ -23,6 +23,7 @@ from qccl.collectives.schedule import (
     Span,
     Task,
     Transfer,
+    accesses,
     dependencies,
     tasks,
 )
@@ -32,9 +33,8 @@ CODEC = MinMax(bits=8, bucket=8)
 
 def conflict(a: Task, b: Task) -> bool:
     """Whether both touch the same element and one writes it."""
-    pairs = [(x, y) for x in a.writes() for y in (*b.reads(), *b.writes())] + [
-        (x, y) for x in a.reads() for y in b.writes()
-    ]
+    pairs = [(x, y) for x in a.writes for y in (*b.reads, *b.writes)]
+    pairs += [(x, y) for x in a.reads for y in b.writes]
     return any(x.buffer == y.buffer and x.start < y.stop and y.start < x.stop for x, y in pairs)
 
 
@@ -54,7 +54,7 @@ def random_program(draw: random.Random) -> list[Task]:
         return Span(draw.choice("ab"), start, start + draw.randrange(1, 12))
 
     ops = [Decode(CODEC, span(), span()) for _ in range(30)]
-    return [Task(i, op) for i, op in enumerate(ops)]
+    return [Task(i, op, *accesses(op)) for i, op in enumerate(ops)]
 
 
 def test_dependencies_are_the_conflicts() -> None:
@@ -106,7 +106,7 @@ def test_nodes() -> None:
     ]
     whole = list(tasks(schedule, per_transfer=False))
     assert [n.queue for n in whole] == [Queue.COMPUTE, Queue.COMM, Queue.COMM]
-    assert whole[1].reads() == (span[0], span[0]) and whole[1].writes() == (span[1],)
+    assert whole[1].reads == (span[0], span[0]) and whole[1].writes == (span[1],)
     assert schedule.sent_nbytes() == 24
     assert (buffers["wire"].nbytes, Buffer(3, BFLOAT16, Role.WORK).nbytes, Buffer(3, FLOAT32, Role.WORK).nbytes) == (
         40,

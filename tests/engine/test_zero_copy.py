@@ -88,10 +88,10 @@ def test_what_is_written_waits_for_what_is_sent_and_the_other_way_round(schedule
     before = ancestors(needed)
     for i, task in enumerate(program):
         for j in range(i):
-            for source in program[j].reads():
-                if any(overlap(source, target) for target in task.writes()):
+            for source in program[j].reads:
+                if any(overlap(source, target) for target in task.writes):
                     assert j in before[i], f"{i} overwrites what {j} reads"
-            if any(overlap(target, source) for source in task.reads() for target in program[j].writes()):
+            if any(overlap(target, source) for source in task.reads for target in program[j].writes):
                 assert j in before[i], f"{i} reads what {j} writes"
 
 

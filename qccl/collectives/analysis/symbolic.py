@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from qccl.base.dtypes import DType
-from qccl.base.intervals import IntervalMap
 from qccl.codecs.base import Codec
 from qccl.collectives.analysis.events import Computation, Event, MatchedTransfer
+from qccl.collectives.analysis.intervals import IntervalMap
 from qccl.collectives.schedule import (
     Commit,
     Decode,
@@ -27,7 +27,7 @@ from qccl.collectives.schedule import (
     Span,
     StateBuffer,
     VerificationError,
-    reads,
+    accesses,
 )
 
 __all__ = ["Contents", "Postcondition", "Precondition"]
@@ -182,7 +182,7 @@ class Contents:
         for rank, schedule in enumerate(self.schedules):
             reader = _Operation(self, rank, None)
             first_of = {name: first for name, _, first in _states(schedule)}
-            for span in (span for op in schedule.ops for span in reads(op) if span.buffer in first_of):
+            for span in (span for op in schedule.ops for span in accesses(op)[0] if span.buffer in first_of):
                 name = span.buffer
                 for run in reader.read(span):
                     if run.content is self._values["state", rank, name] or run.offset != first_of[name] + run.start:

@@ -59,8 +59,7 @@ from qccl.collectives.schedule import (
     State,
     StateBuffer,
     VerificationError,
-    reads,
-    writes,
+    accesses,
 )
 
 __all__ = ["Postcondition", "Precondition", "VerificationError", "allreduce", "verify"]
@@ -149,10 +148,10 @@ class _Checker:
         """Raise VerificationError for the first operation that is wrong."""
         for i, op in enumerate(self._schedule.ops):
             self._op_index = i
-            for span in reads(op):
+            read, written = accesses(op)
+            for span in (*read, *written):
                 self._inside(span)
-            for span in writes(op):
-                self._inside(span)
+            for span in written:
                 role = self._schedule.buffers[span.buffer].role
                 if role is Role.INPUT:
                     self._fail(f"writes {span}, the caller's input")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from qccl.base.dtypes import DType
 from qccl.base.errors import ArgumentError, EngineError
 from qccl.base.trace import TraceEvent
-from qccl.collectives.schedule import Commit, Op, Queue, Reduce, Role, Schedule, Span, Task, Transfer, reads, writes
+from qccl.collectives.schedule import Commit, Op, Queue, Reduce, Role, Schedule, Span, Task, Transfer, accesses
 from qccl.engine.base import caller_buffers
 from qccl.engine.cuda import source as cuda_source
 from qccl.engine.cuda.device import Device
@@ -225,7 +225,8 @@ class CudaProgram:
             start, stop = gpu.cupy.cuda.Event(), gpu.cupy.cuda.Event()
             stream = queues[task.queue]
             calls += [*waits, (record, (start.ptr, stream)), *work, (record, (stop.ptr, stream)), *done]
-            launched = [Task(i, task.exchange or self._schedule.ops[i]) for i in task.ops]
+            ops = [(i, task.exchange or self._schedule.ops[i]) for i in task.ops]
+            launched = [Task(i, op, *accesses(op)) for i, op in ops]
             label = launch_label(launched, self._schedule.buffers)
             events.append((task.queue.value, label.name, label.args, start, stop))
 
@@ -248,7 +249,8 @@ class CudaProgram:
         return cuda_source.launch(found, self._schedule.rank, self._dtype(found[0]), self._buffer_ref)
 
     def _dtype(self, op: Op) -> DType:
-        spans: tuple[Span | None, ...] = (*writes(op), *reads(op))
+        read, written = accesses(op)
+        spans: tuple[Span | None, ...] = (*written, *read)
         if isinstance(op, Reduce):
             spans = (op.own, op.out)
         elif isinstance(op, Commit):

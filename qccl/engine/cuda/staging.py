@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from qccl.base.deadline import Deadline
 from qccl.base.errors import EngineError
-from qccl.collectives.schedule import Exchange, Queue, Schedule, Span, Task, Transfer, dependencies
+from qccl.collectives.schedule import Exchange, Queue, Schedule, Span, Task, Transfer, accesses, dependencies
 from qccl.engine.cuda.libraries import DEVICE_TO_HOST, HOST_TO_DEVICE, check_status, cuda_libraries
 from qccl.engine.cuda.proxy import HostProxy, ProxyMessage, TransferBatch
 from qccl.engine.cuda.streams import StreamTask
@@ -115,7 +115,8 @@ class Staging:
         """For each copy of a queue, by task and number: the last copies that used its slot, and how many runs ago."""
         keys = [(s, i) for s, copies in self._copies.items() if self._queues[s] is queue for i in range(len(copies))]
         copies = [self._copies[s][i] for s, i in keys]
-        twice = [Task(i, Exchange((), (Transfer(0, copied.span),))) for i, copied in enumerate([*copies, *copies])]
+        uses = [Exchange((), (Transfer(0, copied.span),)) for copied in (*copies, *copies)]
+        twice = [Task(i, op, *accesses(op)) for i, op in enumerate(uses)]
         found = dependencies(twice)[len(keys) :]
         return {
             key: [(copies[i % len(keys)], int(i < len(keys))) for i in before]

@@ -27,6 +27,7 @@ from qccl.collectives.schedule import (
     Schedule,
     Span,
     Task,
+    accesses,
     dependencies,
     tasks,
 )
@@ -78,7 +79,7 @@ def stream_tasks(schedule: Schedule) -> tuple[StreamTask, ...]:
     return tuple(StreamTask(queues[s], ops[s], waits[s], s in recorded, moved[s]) for s in range(len(queues)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Half(Task):
     """The sends of an Exchange to staged peers, or its receives from them; ``op`` has no other transfers."""
 
@@ -98,12 +99,9 @@ def _tasks(schedule: Schedule) -> Iterator[Task]:
             yield task
             continue
         near, far = _parted(task.op, schedule.staged_peers)
-        if far.sends:
-            yield _Half(task.op_index, Exchange(far.sends, ()))
-        if near.sends or near.recvs:
-            yield Task(task.op_index, near)
-        if far.recvs:
-            yield _Half(task.op_index, Exchange((), far.recvs))
+        for kind, part in ((_Half, Exchange(far.sends, ())), (Task, near), (_Half, Exchange((), far.recvs))):
+            if part.sends or part.recvs:
+                yield kind(task.op_index, part, *accesses(part))
 
 
 def _parted(op: Exchange, staged_peers: Collection[int]) -> tuple[Exchange, Exchange]:

@@ -8,6 +8,7 @@ steps (kernels/engine/run.h, loop.h).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from qccl import _host
@@ -21,6 +22,7 @@ from qccl.collectives.schedule import (
     Role,
     Schedule,
     Span,
+    State,
     StateBuffer,
     Task,
     Transfer,
@@ -83,16 +85,9 @@ class HostProgram:
         self._workspace = self._allocate(schedule)
         self.workspace_nbytes = self._workspace.nbytes
         self._least = max(_LEAST_DIRECT, eager_nbytes + 1)
-        # the tasks are not kept: they are most of a long schedule's memory
-        every, needs = remove_copies(tuple(tasks(schedule, per_transfer=True)), self._least)
         self.steps = _host.Steps(schedule.rank, schedule.size, eager_nbytes, sends_ahead)
         self._direct: list[tuple[int, str, int]] = []  # sends from the caller's memory: step, buffer and offset
-        for task, needed in zip(every, needs, strict=True):
-            if task.transfer is None:
-                writes_output = any([schedule.buffers[span.buffer].role is Role.OUTPUT for span in task.writes()])
-                self.steps.add_operation(self._operation(task, schedule), needed, writes_output)
-            else:
-                self._add_transfer(task, task.transfer, needed, schedule)
+        self._add_steps(schedule)
         self.steps.link()
         self.native = _host.Run(self.steps, self.memory)
         if counted is not None:
@@ -110,7 +105,7 @@ class HostProgram:
     def label(self, schedule: Schedule) -> None:
         """Find the label of each task, before the first run with a trace; ``schedule`` is the compiled one."""
         if not self.labels:
-            every = tuple(tasks(schedule, per_transfer=True))
+            every = tasks(schedule, per_transfer=True)
             known = dict(zip(map(_identity, every), labels(every, schedule.buffers), strict=True))
             kept, _ = remove_copies(every, self._least)
             self.labels = [known[_identity(task)] for task in kept]
@@ -127,35 +122,47 @@ class HostProgram:
             self.memory[self._numbers[name]] = block.address + offset
         return block
 
-    def _operation(self, task: Task, schedule: Schedule) -> _host.Operation:
-        def at(span: Span) -> tuple[int, int]:
-            return self._numbers[span.buffer], span.start * schedule.buffers[span.buffer].itemsize
+    def _add_steps(self, schedule: Schedule) -> None:
+        # the tasks are not kept: they are most of a long schedule's memory
+        every, needs = remove_copies(tasks(schedule, per_transfer=True), self._least)
+        buffers = schedule.buffers
+        spans = {span for task in every for span in (*task.reads, *task.writes)}
+        places = {span: (self._numbers[span.buffer], span.start * buffers[span.buffer].itemsize) for span in spans}
+        codes = _DTypeCodes({name: each.dtype.code for name, each in buffers.items() if each.dtype is not None})
+        outputs = {name for name, each in buffers.items() if each.role is Role.OUTPUT}
+        for task, needed in zip(every, needs, strict=True):
+            if task.transfer is None:
+                operation = self._operation(task, places, codes)
+                writes_output = not outputs.isdisjoint(map(attrgetter("buffer"), task.writes))
+                self.steps.add_operation(operation, needed, writes_output)
+                continue
+            if task.source is not None:
+                self._direct.append((len(self.steps), task.source.buffer, places[task.source][1]))
+            (number, offset), span = places[task.transfer.span], task.transfer.span
+            self.steps.add_transfer(
+                task.is_send,
+                task.transfer.peer,
+                1 + task.sequence % _host.TAGS_PER_RUN,
+                self.memory[number] + offset,
+                (span.stop - span.start) * buffers[span.buffer].itemsize,
+                needed,
+            )
 
-        def code(span: Span) -> int:
-            dtype = schedule.buffers[span.buffer].dtype
-            if dtype is None:
-                raise EngineError(f"operation {task.op_index} takes values from {span.buffer!r}, a buffer of bytes")
-            return dtype.code
+    def _operation(
+        self, task: Task, places: Mapping[Span, tuple[int, int]], codes: Mapping[str, int]
+    ) -> _host.Operation:
+        """Bind an operation to its buffers.
 
-        def state(op: Reduce) -> tuple[Any, ...]:
-            def old_and_new(buffers: StateBuffer | None) -> Any:
-                return None if buffers is None else (at(buffers.old), at(buffers.new))
-
-            if op.state is None:
-                return ()
-            residual, momentum, dtype = op.state.residual, op.state.momentum, FLOAT32
-            if residual is not None:
-                dtype = residual.dtype
-            return old_and_new(residual), old_and_new(momentum), op.state.mu, op.state.beta, dtype.code
-
-        memory, rank = self.memory, schedule.rank
+        ``places`` has the buffer and the offset in bytes of each span, ``codes`` the element type of each buffer.
+        """
+        memory, rank = self.memory, self.rank
         match task.op:
             case Encode(codec, src, wire, index, round_):
-                return _host.Encode(memory, codec.host(), code(src), at(src), at(wire), len(src), index, round_, rank)
+                code, count = codes[src.buffer], src.stop - src.start
+                return _host.Encode(memory, codec.host(), code, places[src], places[wire], count, index, round_, rank)
             case Decode(codec, wire, dst, accumulate, index, round_, maker):
-                return _host.Decode(
-                    memory, codec.host(), code(dst), at(wire), at(dst), len(dst), accumulate, index, round_, maker
-                )
+                code, count, ends = codes[dst.buffer], dst.stop - dst.start, (places[wire], places[dst])
+                return _host.Decode(memory, codec.host(), code, *ends, count, accumulate, index, round_, maker)
             case Reduce() as op:
                 values = op.own if op.own is not None else op.out
                 if values is None:
@@ -163,13 +170,13 @@ class HostProgram:
                 return _host.Reduce(
                     memory,
                     op.codec.host(),
-                    code(values),
-                    [at(src) for src in op.srcs],
-                    None if op.own is None else at(op.own),
+                    codes[values.buffer],
+                    list(map(places.__getitem__, op.srcs)),
+                    None if op.own is None else places[op.own],
                     op.own_index,
-                    None if op.wire is None else at(op.wire),
-                    None if op.out is None else at(op.out),
-                    len(values),
+                    None if op.wire is None else places[op.wire],
+                    None if op.out is None else places[op.out],
+                    values.stop - values.start,
                     _OPS[op.op],
                     op.scale,
                     op.index,
@@ -177,23 +184,33 @@ class HostProgram:
                     rank,
                     op.src_ranks,
                     op.src_round,
-                    *state(op),
+                    *(() if op.state is None else _state(op.state, places)),
                 )
             case Commit(guard, state_buffers):
-                copies = [(at(each.new), at(each.old), len(each.new) * each.dtype.itemsize) for each in state_buffers]
-                return _host.Commit(memory, [(code(span), at(span), len(span)) for span in guard], copies)
+                copies = [
+                    (places[each.new], places[each.old], len(each.new) * each.dtype.itemsize) for each in state_buffers
+                ]
+                return _host.Commit(memory, [(codes[span.buffer], places[span], len(span)) for span in guard], copies)
             case _:
                 raise EngineError(f"the host engine cannot run {type(task.op).__name__} (operation {task.op_index})")
 
-    def _add_transfer(self, task: Task, transfer: Transfer, needed: Sequence[int], schedule: Schedule) -> None:
-        span = transfer.span
-        buffer = schedule.buffers[span.buffer]
-        address = self.memory[self._numbers[span.buffer]] + span.start * buffer.itemsize
-        if task.source is not None:
-            offset = task.source.start * schedule.buffers[task.source.buffer].itemsize
-            self._direct.append((len(self.steps), task.source.buffer, offset))
-        tag = 1 + task.sequence % _host.TAGS_PER_RUN
-        self.steps.add_transfer(task.is_send, transfer.peer, tag, address, len(span) * buffer.itemsize, needed)
+
+class _DTypeCodes(dict[str, int]):
+    """The numbers of the buffers' element types in the kernels."""
+
+    def __missing__(self, name: str) -> int:
+        raise EngineError(f"an operation takes values from {name!r}, a buffer of bytes")
+
+
+def _state(state: State, places: Mapping[Span, tuple[int, int]]) -> tuple[Any, ...]:
+    """The last arguments of a Reduce: where its state is."""
+
+    def old_and_new(buffers: StateBuffer | None) -> Any:
+        return None if buffers is None else (places[buffers.old], places[buffers.new])
+
+    residual, momentum = state.residual, state.momentum
+    dtype = FLOAT32 if residual is None else residual.dtype
+    return old_and_new(residual), old_and_new(momentum), state.mu, state.beta, dtype.code
 
 
 def _identity(task: Task) -> tuple[int, Transfer | None, bool, int]:

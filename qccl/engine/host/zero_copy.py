@@ -44,7 +44,8 @@ def remove_copies(program: Sequence[Task], least: int) -> tuple[list[Task], list
             numbers.append(ordered)
         else:
             numbers.append((len(kept),))
-            kept.append(replace(task, source=source_of[i]) if i in source_of else task)
+            source = source_of.get(i)
+            kept.append(task if source is None else replace(task, reads=(*task.reads, source), source=source))
             kept_needed.append(ordered)
     return kept, kept_needed
 
@@ -53,7 +54,10 @@ def _needless_copies(
     program: Sequence[Task], needed: Sequence[Sequence[int]], least: int
 ) -> dict[int, tuple[Encode, list[int]]]:
     """Find the copies that only sends read until the slot is used again; each with its sends."""
-    copies = {i: task.op for i, task in enumerate(program) if isinstance(task.op, Encode) and _copies(task.op, least)}
+    copies: dict[int, Encode] = {}
+    for i, task in enumerate(program):
+        if isinstance(task.op, Encode) and task.op.codec.name == "none" and len(task.op.wire) >= least:
+            copies[i] = task.op
     followers: defaultdict[int, list[int]] = defaultdict(list)
     for i, earlier in enumerate(needed):
         for j in earlier:
@@ -61,7 +65,7 @@ def _needless_copies(
                 followers[j].append(i)
     found = {}
     for copy, op in copies.items():
-        sends = [i for i in followers[copy] if _overlap(program[i].reads(), op.wire)]
+        sends = [i for i in followers[copy] if _overlap(program[i].reads, op.wire)]
         others = [i for i in followers[copy] if i not in sends]
         if (
             sends
@@ -70,10 +74,6 @@ def _needless_copies(
         ):
             found[copy] = op, sends
     return found
-
-
-def _copies(op: Encode, least: int) -> bool:
-    return op.codec.name == "none" and len(op.wire) >= least
 
 
 def _sends(task: Task, wire: Span) -> bool:

@@ -23,6 +23,7 @@ from qccl.collectives.schedule import (
     Span,
     Task,
     Transfer,
+    accesses,
     dependencies,
     tasks,
 )
@@ -93,7 +94,8 @@ def test_transfers_through_the_host_have_queues_of_their_own(node_ids, layout, a
         schedule = signature.schedule(rank, len(node_ids), in_place=True)
         assert schedule.staged_peers == {r for r, other in enumerate(node_ids) if other != task}
         program = stream_tasks(schedule)
-        parts = [(s, Task(op, step.exchange or schedule.ops[op])) for s, step in enumerate(program) for op in step.ops]
+        ops = [(s, i, step.exchange or schedule.ops[i]) for s, step in enumerate(program) for i in step.ops]
+        parts = [(s, Task(i, op, *accesses(op))) for s, i, op in ops]
         transfers = [(part.op_index, transfer) for _, part in parts for transfer in transfers_of(part.op)]
         assert sorted(map(str, transfers)) == sorted(
             str((i, transfer)) for i, op in enumerate(schedule.ops) for transfer in transfers_of(op)

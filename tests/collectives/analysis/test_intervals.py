@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qccl.base.intervals import IntervalMap
+from qccl.collectives.analysis.intervals import IntervalMap
 
 END = 30
 
