@@ -227,7 +227,7 @@ def test_types_that_refer_to_their_communicator_are_freed():
 
 
 #: entries of functions in a first call, also of generators and comprehensions, and the files that have them
-MOST_ENTRIES, MOST_FILES = 2750, 38
+MOST_ENTRIES, MOST_FILES = 450, 33
 #: kinds of calls that are no repetition, or that do more than a call that the program waits for
 LONGER = ("first", "async", "plan.start", "plan()", "nonfinite", "trace", "barrier", "allgather")
 
@@ -254,17 +254,17 @@ def entered(counts):
 
 
 def test_functions_of_python_in_the_first_call():
-    """Of two ranks: 9 chunks for each, 27 operations and 36 transfers. The caches of codecs and forms may be warm."""
+    """Of two ranks: 9 chunks for each, 27 operations and 36 transfers. The rank that comes first parses the codec."""
 
     def run(comm):
         x = np.ones(1 << 20, np.float32)
-        with entered(comm.rank == 0) as found:
+        with entered(True) as found:
             comm.quantized_allreduce(x)
         comm.barrier()  # until here nobody leaves
         return found
 
     gc.collect()  # what earlier tests left is not freed, by functions of qccl, in the call
-    found = qccl.run_ranks(2, run)[0]
+    found = max(qccl.run_ranks(2, run), key=len)
     files = {file for _, file in found}
     print(f"the first call of 1 Mi elements enters {len(found)} functions of {len(files)} files")
     assert 200 < len(found) <= MOST_ENTRIES and len(files) <= MOST_FILES, Counter(found).most_common(20)
