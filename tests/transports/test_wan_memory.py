@@ -179,7 +179,7 @@ def test_sends_ahead_to_other_machines_only(size, ranks_each):
             time.sleep(0.5 * patience.factor())
         began[comm.rank] = time.perf_counter()
         trace = traces[comm.rank]
-        call = comm.quantized_allreduce(x, chunk=1 << 13, algorithm="two_round", trace=trace, async_op=True)
+        call = comm.quantized_allreduce(x, chunk=1 << 12, algorithm="two_round", trace=trace, async_op=True)
         if not comm.rank:
             called.set()
         call.wait()
