@@ -49,7 +49,9 @@ class Chooser:
         call is being captured in a CUDA graph and must be measured first.
         """
         if len(specs) == 1:
-            found = None if self._loaded is None else fastest(self._loaded, specs, nodes)
+            # the state of a codec belongs to an algorithm, and must fit a run without this profile, too
+            loaded = None if specs[0].codec.state_names else self._loaded
+            found = None if loaded is None else fastest(loaded, specs, nodes)
             return found or CallChoice(for_nodes(specs[0], nodes))
         if self._session.size == 1:
             return CallChoice(specs[0])

@@ -67,6 +67,7 @@ def test_a_loaded_profile_decides(comm, fast):
     assert comm._session.numbers.sequence == before, "nothing is measured"
     assert f"by the times of the group's profile: {fast[0]} by {fast[1]} 1 ms, " in plan.explain()
     assert comm.plan("allreduce", 5000, codec=fast[0]).spec.algorithm == fast[1]
+    assert comm.plan("allreduce", 5000, codec="minmax8+ef", key="x").spec.algorithm == "auto", "as without a profile"
     assert comm.plan("allreduce", 5000, codec="auto", algorithm="one_shot").spec.algorithm == "one_shot"
     xs = [np.ones(7, np.float32), np.ones(2000, np.float32)]
     comm.quantized_allreduce_coalesced(xs, codec="auto")
