@@ -15,6 +15,8 @@ PAGE = mmap.PAGESIZE
 PAGES = 5
 COUNT = PAGES * PAGE // 4
 _libc = ctypes.CDLL(None)
+#: an address far below other memory: the kernel puts new mappings above it, and none into a page that a test unmaps
+_FAR = 1 << 45
 
 
 def protect(address: int, nbytes: int, how: int) -> None:
@@ -145,14 +147,22 @@ def test_raw_pointers(comm):
     assert [array[0] for array in arrays] == [2 * value for value in range(20)]
 
 
-def test_memory_with_a_hole():
-    """Both ends are memory of this process, and something between is not."""
-    _libc.mmap.restype = ctypes.c_void_p
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    start = _libc.mmap(None, ctypes.c_size_t(5 * PAGE), mmap.PROT_READ | mmap.PROT_WRITE, private, -1, ctypes.c_long(0))
+def _map(address, pages):
+    """Map pages at an address where nothing is mapped, and return it."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100000  # MAP_FIXED_NOREPLACE
+    _libc.mmap.restype, access = ctypes.c_void_p, mmap.PROT_READ | mmap.PROT_WRITE
+    at, nbytes = ctypes.c_void_p(address), ctypes.c_size_t(pages * PAGE)
+    assert _libc.mmap(at, nbytes, access, flags, -1, ctypes.c_long(0)) == address
+    return address
 
-    def unmap(first, pages):
-        assert _libc.munmap(ctypes.c_void_p(start + first * PAGE), ctypes.c_size_t(pages * PAGE)) == 0
+
+def _unmap(address, pages):
+    assert _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(pages * PAGE)) == 0
+
+
+def test_memory_with_a_hole():
+    """Both ends are memory of this process, and a page between is not."""
+    start = _map(_FAR, PAGES)
 
     def run(comm):
         with pytest.raises(qccl.InvalidBufferError, match="not all memory"):
@@ -160,41 +170,38 @@ def test_memory_with_a_hole():
         reduce(start, start, 2 * PAGE // 4, comm)
         reduce(start + 3 * PAGE, start + 3 * PAGE, 2 * PAGE // 4, comm)
 
-    unmap(2, 1)
+    _unmap(start + 2 * PAGE, 1)
     try:
         qccl.run_ranks(1, run)
     finally:
-        unmap(0, 2)
-        unmap(3, 2)
+        _unmap(start, 2)
+        _unmap(start + 3 * PAGE, 2)
 
 
 @pytest.mark.parametrize("unmapped", [0, 2, 4])
 def test_memory_that_is_unmapped_between_equal_calls(unmapped):
     """At the ends or in the middle: the call that was found before is refused, and made again when the page is back."""
-    _libc.mmap.restype = ctypes.c_void_p
-    page, private = ctypes.c_size_t(PAGE), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    writable, fixed = mmap.PROT_READ | mmap.PROT_WRITE, 0x10
-    start = _libc.mmap(None, ctypes.c_size_t(PAGES * PAGE), writable, private, -1, ctypes.c_long(0))
-    gone = ctypes.c_void_p(start + unmapped * PAGE)
+    start = _map(_FAR, PAGES)
+    gone = start + unmapped * PAGE
 
     def run(comm):
         out = np.empty(COUNT, np.float32)
         for given in ((start, start), (start, out.ctypes.data)):
             for _ in range(3):
                 reduce(*given, COUNT, comm)
-            assert _libc.munmap(gone, page) == 0
+            _unmap(gone, 1)
             try:
                 for _ in range(2):
                     with pytest.raises(qccl.InvalidBufferError, match="not all memory"):
                         reduce(*given, COUNT, comm)
             finally:
-                assert _libc.mmap(gone, page, writable, private | fixed, -1, ctypes.c_long(0)) == gone.value
+                _map(gone, 1)
             reduce(*given, COUNT, comm)
 
     try:
         qccl.run_ranks(1, run)
     finally:
-        assert _libc.munmap(ctypes.c_void_p(start), ctypes.c_size_t(PAGES * PAGE)) == 0
+        _unmap(start, PAGES)
 
 
 @on_ranks(2)
