@@ -174,7 +174,7 @@ def usage(library: Nvrtc, kernels: Iterable[str], arch: int, *more: str) -> dict
             return json.dumps([found[program.mangled(name)] for name in group]).encode(), ""
 
         code, options = cuda_source.source(group)
-        figures, _ = cache.compiled(["usage", compiler, f"sm_{arch}", code, *options, *more], make)
+        figures, _ = cache.load_or_make(["usage", compiler, f"sm_{arch}", code, *options, *more], make)
         return {
             name: Usage(stack, stores + loads, registers)
             for name, (stack, stores, loads, registers) in zip(group, json.loads(figures), strict=True)
