@@ -69,13 +69,13 @@ def _flow(program: Sequence[Task]) -> tuple[list[list[int]], list[list[int]]]:
     """Find for each task the tasks that wrote its inputs, and the tasks that read its outputs."""
     pieces_of, _ = pieces([span for task in program for span in (*task.reads, *task.writes)])
     writers: dict[int, int] = {}
-    sources: list[list[int]] = [[] for _ in program]
+    sources: list[list[int]] = []
     readers: list[list[int]] = [[] for _ in program]
     for i, task in enumerate(program):
-        for piece in chain.from_iterable([pieces_of[span] for span in task.reads]):
-            if piece in writers and writers[piece] not in sources[i]:
-                sources[i].append(writers[piece])
-                readers[writers[piece]].append(i)
+        read = chain.from_iterable([pieces_of[span] for span in task.reads])
+        sources.append(list(dict.fromkeys([writers[piece] for piece in read if piece in writers])))
+        for source in sources[i]:
+            readers[source].append(i)
         for piece in chain.from_iterable([pieces_of[span] for span in task.writes]):
             writers[piece] = i
     return sources, readers

@@ -24,6 +24,23 @@ from qccl.transports import loopback
 NEVER = 10_000.0
 
 
+def test_a_program_that_an_error_of_another_group_ends(monkeypatch):
+    """The other group numbers ranks in another way: for this group it is rank 2 that gave up."""
+    monkeypatch.setattr(host, "unhandled", lambda: PeerLost("rank 1 was lost", 1))
+
+    def run(t):
+        caller = Caller(t, timeout=NEVER)
+        if t.rank == 2:
+            caller.engine._leave_at_exit()
+            return
+        patience.wait_until(lambda: caller.engine._left, caller.engine.step)
+        caller.begin(100).run()
+
+    for error in outcomes(3, run)[:2]:
+        assert isinstance(error, PeerLost), error
+        assert (error.rank, error.reason) == (2, "PeerLost: rank 1 was lost")
+
+
 def test_a_rank_that_closed_before_a_call_is_missed_at_once():
     """Nobody comes to end the call: without the news it would last until its deadline."""
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from qccl import _host
-from qccl.base.errors import CollectiveTimeout, MismatchError, PeerLost, QcclError, as_failure
+from qccl.base.errors import CollectiveTimeout, MismatchError, PeerLost, QcclError, as_failure, described, gave_up
 from qccl.base.guard import release_all
 from qccl.base.lifetime import Registry, Stage, keep, unhandled
 from qccl.collectives.chunks import BETWEEN_SITES, NETWORK, ChunkPolicy, shared_memory
@@ -510,7 +510,8 @@ class HostEngine:
             in_call = bool(self._active or self._queue or self.end.failure is not None)
             left = f"rank {self.rank} ended its process{' in the middle of a call' if in_call else ''}"
             error = unhandled()
-            failure = PeerLost(left, self.rank) if error is None else as_failure(self.rank, error)
+            # the exception may be of another group, which numbers ranks in another way
+            failure = PeerLost(left, self.rank) if error is None else gave_up(self.rank, described(error))
             if in_call:
                 self._fail(failure)
             else:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from qccl import _host
 from qccl.base.deadline import Deadline
-from qccl.base.errors import MismatchError, PeerLost, QcclError, as_failure, described
+from qccl.base.errors import MismatchError, PeerLost, QcclError, described, gave_up
 from qccl.engine.control import CALL, ControlKind, Header, data_nbytes
 from qccl.transports.base import Transport
 
@@ -80,13 +80,14 @@ class Shutdown:
 
 def leave(transport: Transport, error: BaseException) -> None:
     """Tell the others that this rank leaves a new group, because of an exception; some may not be connected yet."""
+    failure = gave_up(transport.rank, described(error))  # the exception may number ranks as another group does
     if transport.engine is not None:
-        transport.engine.fail(as_failure(transport.rank, error))
+        transport.engine.fail(failure)
         return
     wire = transport.wire or _host.PythonWire(transport)
     with contextlib.suppress(QcclError, ValueError, IndexError):  # a rank is not connected
         loop = _host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL)
         shutdown = Shutdown(loop, transport.rank)
-        shutdown.tell(ControlKind.ABORT, error)
+        shutdown.tell(ControlKind.ABORT, failure)
         shutdown.flush()
     transport.abort(described(error))
