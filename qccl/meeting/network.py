@@ -24,21 +24,21 @@ class Network(NamedTuple):
     Attributes:
         master: a host that all ranks reach; None: unknown.
         is_local: all ranks are on this machine, and in its network namespace.
-        shares_memory: the ranks are local, and can share memory, so that UCX needs no network.
+        can_share_memory: the ranks are local, and can share memory, so that UCX needs no network.
         is_alone: no other rank is on this machine.
     """
 
     master: str | None = None
     is_local: bool = False
-    shares_memory: bool = False
+    can_share_memory: bool = False
     is_alone: bool = False
 
     @classmethod
     def towards(
-        cls, master: str | None, *, is_local: bool = False, shares_memory: bool = False, is_alone: bool = False
+        cls, master: str | None, *, is_local: bool = False, can_share_memory: bool = False, is_alone: bool = False
     ) -> Network:
         """The network that leads to ``master``; a loopback address means that all ranks are on this machine."""
-        return cls(master, is_local or (master is not None and is_loopback(master)), shares_memory, is_alone)
+        return cls(master, is_local or (master is not None and is_loopback(master)), can_share_memory, is_alone)
 
     @property
     def interfaces(self) -> str | None:

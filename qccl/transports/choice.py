@@ -1,10 +1,11 @@
 """Chooses the transport of several ranks on the host.
 
-launch.py decides the rest: whether the ranks use GPUs, and so NCCL (_on_gpus), and what they do if MPI cannot be loaded
-(uses_mpi). A single rank has the transport loopback (connect.py).
+launch.py decides the rest for init(): whether the ranks use GPUs, and so NCCL (_by_mpi, _on_gpus), and what they do if
+MPI cannot be loaded (uses_mpi). A single rank has the transport loopback (connect.py).
 
-If MPI started the ranks, each rank decides alone whether MPI carries the bytes: refusal_of_mpi(). Otherwise the ranks
-meet and exchange their offers, and each rank calls choose() with the same offers.
+If MPI started the ranks, and the program does not give init() their numbers, each rank decides alone whether MPI
+carries the bytes: refusal_of_mpi(). Otherwise, and in from_torch(), from_jax() and the backend of torch.distributed,
+the ranks meet and exchange their offers, and each rank calls choose() with the same offers.
 
 - All ranks on one machine: UCX, otherwise gloo, otherwise wan, unencrypted over the loopback interface.
 - On several machines, with a token: wan, because a token says that the network between them is not trusted.
@@ -127,7 +128,7 @@ class Choice(NamedTuple):
         name: one of TRANSPORTS.
         why: the reason for the choice, in words.
         is_local: all ranks are on one machine, and in one network namespace.
-        shares_memory: the ranks are local, and can share memory.
+        can_share_memory: the ranks are local, and can share memory.
         has_secret: all ranks have TLS, and so can agree on a secret.
         encrypts: the transport is wan, and encrypts.
     """
@@ -135,7 +136,7 @@ class Choice(NamedTuple):
     name: str
     why: str
     is_local: bool
-    shares_memory: bool
+    can_share_memory: bool
     has_secret: bool
     encrypts: bool
 
@@ -148,7 +149,7 @@ def choose(offers: Sequence[Offer], who: str) -> Choice:
     """
     _check_tokens(offers)
     is_local = _are_equal(offer.network for offer in offers)
-    shares_memory = is_local and _are_equal(offer.memory for offer in offers)
+    can_share_memory = is_local and _are_equal(offer.memory for offer in offers)
     wanted = {offer.wanted for offer in offers}
     names = [name for name in TRANSPORTS if wanted == {name}] or TRANSPORTS
     against: list[str] = []
@@ -160,7 +161,7 @@ def choose(offers: Sequence[Offer], who: str) -> Choice:
             why = "; ".join(_remarks(name, against, no_tls, is_safe=is_local or encrypts))
             if encrypts and not is_local:
                 why = "it encrypts, and the ranks have a token"
-            return Choice(name, why, is_local, shares_memory, not no_tls, encrypts)
+            return Choice(name, why, is_local, can_share_memory, not no_tls, encrypts)
         against.append(f"{name}: rank {found[0]}: {found[1]}")
     raise EngineError(f"the {len(offers)} ranks of {who} have no transport in common. {'; '.join(against)}")
 

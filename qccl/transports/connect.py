@@ -65,7 +65,7 @@ def connect(
         Network.towards(
             meeting.host,
             is_local=chosen.is_local,
-            shares_memory=chosen.shares_memory,
+            can_share_memory=chosen.can_share_memory,
             is_alone=is_alone(offers, meeting.rank),
         ),
         Protection(secret, chosen.encrypts),

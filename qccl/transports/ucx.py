@@ -113,7 +113,7 @@ def _config(network: Network) -> list[tuple[str, str]]:
         interfaces = None  # shared memory needs no TCP beside it
     if interfaces:
         settings["NET_DEVICES"] = interfaces
-    if interfaces == LOOPBACK and network.shares_memory and not os.environ.get("QCCL_NET"):
+    if interfaces == LOOPBACK and network.can_share_memory and not os.environ.get("QCCL_NET"):
         settings["TLS"] = _IN_MEMORY
     return [(name, value) for name, value in settings.items() if f"UCX_{name}" not in os.environ]
 

@@ -112,7 +112,7 @@ def run_over(transport, size, function):
     gather = meeting(size)
 
     def run(rank):
-        made = connected_transport(transport).meet(gather(rank), 60.0, Network(is_local=True, shares_memory=True))
+        made = connected_transport(transport).meet(gather(rank), 60.0, Network(is_local=True, can_share_memory=True))
         comm = qccl.Communicator.from_transport(made, 60.0)
         try:
             return function(comm)
