@@ -34,7 +34,6 @@ from qccl.collectives.chunks import GPU
 from qccl.collectives.schedule import Queue, Schedule
 from qccl.engine.base import Bound, Numbers, Progress, Request, check_addresses
 from qccl.engine.control import ControlKind, Header
-from qccl.engine.cuda import source as cuda_source
 from qccl.engine.cuda.consistency import Consistency
 from qccl.engine.cuda.device import Device, DeviceState
 from qccl.engine.cuda.libraries import as_qccl_error, cuda_libraries, on_device, translated, wait_for
@@ -42,6 +41,7 @@ from qccl.engine.cuda.program import CudaProgram
 from qccl.engine.cuda.proxy import HostProxy
 from qccl.engine.cuda.rig import CudaRig
 from qccl.engine.cuda.run import CudaRun, PendingRuns
+from qccl.engine.cuda.source import check_codecs
 from qccl.engine.cuda.staging import check_stream_flags
 from qccl.engine.cuda.watchdog import Watchdog
 from qccl.engine.cuda.workspace import Workspace
@@ -99,7 +99,7 @@ class CudaEngine:
         """Prepare a schedule of this rank: compile its kernels, write its tables, and make room in the workspace."""
         self.end.check()
         schedule.check_rank(self.rank, self.size)
-        cuda_source.check_codecs(schedule)
+        check_codecs(schedule)
         proxy = self._make_proxy() if schedule.staged_peers else None
         with translated, on_device(self.device.number):
             return CudaProgram(self.device, self.transport, schedule, self._workspace, proxy, counted)

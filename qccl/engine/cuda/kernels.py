@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import TIMEOUT_MAX
 from typing import Any
 
-from qccl.engine.cuda import cache as cuda_cache
-from qccl.engine.cuda import source as cuda_source
+from qccl.engine.cuda.cache import load_or_make
 from qccl.engine.cuda.libraries import bounded, cuda_libraries
+from qccl.engine.cuda.source import source
 
 __all__ = ["kernels"]
 
@@ -21,7 +21,7 @@ _kernels: dict[tuple[int, str, tuple[str, ...]], Any] = {}
 
 
 def kernels(device: int, names: Iterable[str], *more: str) -> dict[str, int]:
-    """Kernels by their names in cuda_source: functions for a GPU, which must be the thread's current one.
+    """Kernels by their names in source.py: functions for a GPU, which must be the thread's current one.
 
     ``more`` are further options of NVRTC. CuPy's RawModule is not used: it adds -ftz=true, which gives other bytes than
     the host's.
@@ -48,7 +48,7 @@ def kernels(device: int, names: Iterable[str], *more: str) -> dict[str, int]:
 def _compiled(name: str, more: tuple[str, ...]) -> tuple[bytes, str]:
     """Compile a kernel for the current GPU. Returns its binary and its name there."""
     cupy = cuda_libraries().cupy
-    code, options = cuda_source.source([name])
+    code, options = source([name])
     options += more
 
     def compile_it() -> tuple[bytes, str]:
@@ -57,4 +57,4 @@ def _compiled(name: str, more: tuple[str, ...]) -> tuple[bytes, str]:
 
     version, capability = cupy.cuda.nvrtc.getVersion(), cupy.cuda.Device().compute_capability
     how = os.environ.get("CUPY_COMPILE_WITH_PTX", "")
-    return cuda_cache.load_or_make([code, *options, cupy.__version__, str(version), capability, how], compile_it)
+    return load_or_make([code, *options, cupy.__version__, str(version), capability, how], compile_it)
