@@ -418,9 +418,8 @@ class Faults:
 
     def __init__(self, membership: MembershipSocket, library: str, text: Callable[[int], str]) -> None:
         self._membership, self._library, self._text = membership, library, text
-        self._lost: tuple[str, int] | None = (
-            None  # the text and the rank of the first loss, which every later use raises
-        )
+        #: text and rank of the first loss, which every later use of this wire raises; the group's failure is End's
+        self._lost: tuple[str, int] | None = None
 
     def __call__(self, rank: int, status: int, reason: str, peer: int, lost: bool, got: int, expected: int) -> None:
         """Raise the error of a fault (WireFault in kernels/wires/group_wire.h)."""

@@ -58,7 +58,8 @@ class HostEngine:
     """Runs schedules on one rank of a transport (interface: engine.base.Engine).
 
     Only one thread, beside the progress thread, may use it at a time. After a failure all runs under way have failed,
-    the other ranks have been sent a message, and every further use raises that failure.
+    the other ranks have been sent a message, and the engine's methods raise that failure. Later calls of the
+    communicator raise a new error of its type, with the failure as its cause (End.check_usable).
 
     Attributes:
         end: the end of the communicator.
