@@ -14,7 +14,7 @@ from codec_table import oracle_codec
 
 import qccl
 from qccl import codecs
-from qccl.collectives.chunks import GPU, NETWORK, ChunkPolicy, shared_memory
+from qccl.collectives.chunks import BETWEEN_SITES, GPU, NETWORK, ChunkPolicy, shared_memory
 from qccl.collectives.partitions import partition
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()
@@ -74,7 +74,7 @@ GPUS = {"NVLink": (6500000, 2, 8388608), "PCIe": (1625000, 3, 4194304), "network
 
 
 @pytest.mark.parametrize("spec", ["minmax8", "minmax4:bucket=shard", "none", "topk:k=0.01", "onebit:bucket=8"])
-@pytest.mark.parametrize("where", ["chunk=5000", "in shared memory", "over a network", *GPU])
+@pytest.mark.parametrize("where", ["chunk=5000", "on one machine", "over a network", "over wan", *GPU])
 def test_shards_and_chunks_are_cut_as_the_page_says(spec: str, where: str) -> None:
     """The page's formulas, written down once more, against the library's partition."""
     codec = codecs.get(spec)
@@ -85,12 +85,15 @@ def test_shards_and_chunks_are_cut_as_the_page_says(spec: str, where: str) -> No
         if where == "over a network":
             policy, b = NETWORK, max(49152, min(-(-size // 9), 163840, 3145728 // (3 * (3 * n - 2))))
             chunks = max(1, min(-(-size // b), largest))
+        elif where == "over wan":
+            policy, b = BETWEEN_SITES, max(15360, min(-(-size // 36), 163840, 12582912 // (36 * (3 * n - 2))))
+            chunks = max(1, min(-(-size // b), largest))
         elif where in GPU:
             policy, (sent, enough, most) = GPU[where], GPUS[where]
             large = -(-size // min(most, 142606336 // (3 * (3 * n - 2))))
             chunks = max(1, min(round(size * max(n - 1, 1) / sent), max(enough if n > 1 else 16, large), largest))
         else:
-            shared = where == "in shared memory"
+            shared = where == "on one machine"
             policy = shared_memory(n) if shared else ChunkPolicy.of_elements(5000)
             elements = max(40960, 3145728 // (3 * (3 * n - 2))) if shared else 5000
             chunks = max(1, -(-largest // max(1, elements // codec.granule)))
