@@ -55,7 +55,7 @@ class PeerLost(QcclError, ConnectionError):
         reason: the reason that the rank gave, such as the type and the text of its exception; None if it gave none.
     """
 
-    def __init__(self, message: str, rank: int | None = None, reason: str | None = None) -> None:
+    def __init__(self, message: str = "", rank: int | None = None, reason: str | None = None) -> None:
         super().__init__(message)
         self.rank, self.reason = rank, reason
 
@@ -67,7 +67,7 @@ class EngineError(QcclError):
         code: the library's error code, or None.
     """
 
-    def __init__(self, message: str, code: int | None = None) -> None:
+    def __init__(self, message: str = "", code: int | None = None) -> None:
         super().__init__(message)
         self.code = code
 

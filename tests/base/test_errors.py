@@ -18,6 +18,13 @@ def test_errors_are_those_of_python_too(kind, base):
     assert issubclass(kind, QcclError) and issubclass(kind, base)
 
 
+@pytest.mark.parametrize("kind", [getattr(errors, name) for name in errors.__all__ if name[0].isupper()])
+def test_a_class_alone_can_be_raised(kind):
+    """PyThreadState_SetAsyncExc() gives a thread a class, of which Python makes the error without arguments."""
+    with pytest.raises(kind):
+        raise kind
+
+
 class Silent(Exception):
     def __str__(self) -> str:
         raise RuntimeError

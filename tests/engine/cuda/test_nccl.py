@@ -190,7 +190,7 @@ def test_no_rank_waits_where_rank_0_can_make_no_id(way, cupy, monkeypatch):
     assert second.startswith("rank 0: ") and "fake error 2" in second
 
 
-def test_no_rank_waits_for_a_reason_that_is_not_utf_8():
+def test_no_rank_waits_for_a_reason_that_is_not_utf_8(monkeypatch):
     """It may contain the name of a file. A rank that could not send it would leave the others waiting."""
     from qccl.engine.cuda.consistency import Consistency
     from qccl.engine.cuda.nccl import agreed_id
@@ -201,7 +201,12 @@ def test_no_rank_waits_for_a_reason_that_is_not_utf_8():
     assert str(caught.value) == f"rank 0: {shown}"
     group = SimpleNamespace(rank=0, size=2, allgather=lambda note, timeout: [note, note])
     assert Consistency(group).compare(Header(ControlKind.CALL, 0, "barrier"), 1.0, reason).endswith(shown)
-    assert launch._note(reason) == shown.encode()
+    sent = []
+    meeting = SimpleNamespace(rank=0, size=2, name="", gather=lambda note, timeout: sent.append(note) or [note, b""])
+    offer = SimpleNamespace(host="here", backend="auto", no_gpu="")
+    monkeypatch.setattr(launch, "_too_few", lambda ranks: reason)
+    assert launch._on_gpus(meeting, [offer, offer], None, 1.0) is None
+    assert sent == [shown.encode()]
 
 
 def test_bad_ids(cupy):
