@@ -2,6 +2,7 @@
 // have host loops (host.h) or device code (device.h) of its own.
 #pragma once
 
+#include "blocks/codec.h"
 #include "cast/codec.h"
 #include "dithering/codec.h"
 #include "minmax/codec.h"
@@ -12,12 +13,14 @@
 #include "trellis/codec.h"
 
 #if defined(QCCL_HOST_LOOPS)
+#include "blocks/host.h"
 #include "minmax/host.h"
 #include "none/host.h"
 #include "onebit/host.h"
 #include "randomk/host.h"
 #include "trellis/host.h"
 #else
+#include "blocks/device.h"
 #include "cast/device.h"
 #include "minmax/device.h"
 #include "none/device.h"
@@ -26,4 +29,4 @@
 #endif
 
 #define QCCL_CODECS(each) \
-  each(Cast) each(Dithering) each(MinMax) each(NoCodec) each(OneBit) each(RandomK) each(TopK) each(Trellis)
+  each(Blocks) each(Cast) each(Dithering) each(MinMax) each(NoCodec) each(OneBit) each(RandomK) each(TopK) each(Trellis)

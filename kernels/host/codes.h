@@ -168,6 +168,10 @@ QCCL_FN void store_together(ManyBytes bytes, u8* to) {
   } else if constexpr (Bits == 4) {
     const __m512i pairs = _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(1 | 16 << 8));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi16_epi8(pairs));
+  } else if constexpr (Bits == 2) {
+    const __m512i pairs = _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(1 | 4 << 8));
+    const __m512i fours = _mm512_madd_epi16(pairs, _mm512_set1_epi32(1 | 16 << 16));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(fours));
   } else if constexpr (Bits == 1) {
     const u64 bits = _mm512_test_epi8_mask(bytes, bytes);
     __builtin_memcpy(to, &bits, sizeof bits);
@@ -196,6 +200,11 @@ QCCL_FN void store_together(ManyBytes bytes, u8* to) {
     const __m256i pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(1 | 16 << 8));
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi16(pairs, pairs), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
+  } else if constexpr (Bits == 2) {
+    const __m256i pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(1 | 4 << 8));
+    const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi32(1 | 16 << 16));
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(words, words));
   } else if constexpr (Bits == 1) {
     const u32 bits = (u32)_mm256_movemask_epi8(_mm256_slli_epi16(bytes, 7));
     __builtin_memcpy(to, &bits, sizeof bits);

@@ -66,6 +66,7 @@ using u32xN = Lanes<u32>;
 QCCL_LANES_OPERATOR(+)
 QCCL_LANES_OPERATOR(-)
 QCCL_LANES_OPERATOR(*)
+QCCL_LANES_OPERATOR(/)
 QCCL_LANES_OPERATOR(^)
 QCCL_LANES_OPERATOR(&)
 QCCL_LANES_OPERATOR(>>)
@@ -117,6 +118,8 @@ QCCL_FN f32xN to_floats(const i32xN& x) {
   QCCL_EACH_PART y.part[p] = __builtin_convertvector(x.part[p], f32xN::Part);
   return y;
 }
+
+QCCL_FN f32xN absolute(const f32xN& x) { return cast<float>(cast<i32>(x) & 0x7fffffff); }
 
 // Rounds towards zero.
 QCCL_FN i32xN truncate(const f32xN& x) {
@@ -234,6 +237,48 @@ QCCL_FN i32 greatest_lane(const i32xN& x) {
   for (u32 i = 1; i < kLanes; ++i) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
   return lanes[0];
 #endif
+}
+
+template <u32... I>
+struct Indices {};
+template <u32 N, u32... I>
+struct CountedIndices : CountedIndices<N - 1, N - 1, I...> {};
+template <u32... I>
+struct CountedIndices<0, I...> {
+  using Type = Indices<I...>;
+};
+
+// Combines each lane i of `a` that lacks bit `Bit` with lane i + Bit, and each lane of `b` that has it with lane i - Bit.
+template <u32 Bit, class Part, class Op, u32... I>
+QCCL_FN Part combine_lanes(const Part& a, const Part& b, const Op& op, Indices<I...>) {
+  constexpr i32 n = sizeof...(I);
+  return op(__builtin_shufflevector(a, b, (i32)(I & Bit ? n + I - Bit : I)...),
+            __builtin_shufflevector(a, b, (i32)(I & Bit ? n + I : I + Bit)...));
+}
+
+// Replaces x[0] of as many registers as they have lanes: lane i becomes the combination of all lanes of x[i].
+template <u32 Bit, class Part, class Op>
+QCCL_FN void combine_registers(Part* x, const Op& op) {
+  using Lane = typename CountedIndices<kRegisterBytes / 4>::Type;
+  for (u32 i = 0; i < Bit; ++i) x[i] = combine_lanes<Bit>(x[i], x[i + Bit], op, Lane());
+  if constexpr (Bit > 1) combine_registers<Bit / 2>(x, op);
+}
+
+// Lane i of the result is op() of all lanes of x[i].
+template <class E, class Op>
+QCCL_FN Lanes<E> across_lanes(const Lanes<E> (&x)[kLanes], const Op& op) {
+  Lanes<E> found;
+  constexpr u32 lanes = kRegisterBytes / 4;
+  QCCL_EACH_PART {
+    typename Lanes<E>::Part of[lanes];
+    for (u32 i = 0; i < lanes; ++i) {
+      of[i] = x[p * lanes + i].part[0];
+      for (u32 q = 1; q < kParts; ++q) of[i] = op(of[i], x[p * lanes + i].part[q]);
+    }
+    combine_registers<lanes / 2>(of, op);
+    found.part[p] = of[0];
+  }
+  return found;
 }
 
 #if defined(QCCL_AVX2)

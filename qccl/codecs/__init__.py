@@ -10,6 +10,7 @@ from typing import Any
 
 from qccl.base.errors import CodecError
 from qccl.codecs.base import BucketCodec, Codec
+from qccl.codecs.blocks import MXFP4, MXFP8, NVFP4, Levels
 from qccl.codecs.cast import Cast
 from qccl.codecs.dithering import Dithering
 from qccl.codecs.feedback import Decorator, ErrorFeedback, Momentum
@@ -21,13 +22,14 @@ from qccl.codecs.rounds import TwoRounds
 from qccl.codecs.sparse import RandomK, TopK
 from qccl.codecs.trellis import Trellis
 
-__all__ = ["CODECS", "DECORATORS", "BucketCodec", "Cast", "Codec", "Dithering", "ErrorFeedback", "MinMax"]
-__all__ += ["Momentum", "NoCodec", "OneBit", "PythonCodec", "RandomK", "TopK", "Trellis", "TwoRounds"]
+__all__ = ["CODECS", "DECORATORS", "MXFP4", "MXFP8", "NVFP4", "BucketCodec", "Cast", "Codec", "Dithering"]
+__all__ += ["ErrorFeedback", "Levels", "MinMax", "Momentum", "NoCodec", "OneBit", "PythonCodec", "RandomK", "TopK", "Trellis", "TwoRounds"]
 __all__ += ["examples", "get", "identity"]
 
 #: all codecs by their names in specifications
 CODECS: Mapping[str, type[Codec]] = {
-    codec.name: codec for codec in (NoCodec, Cast, MinMax, OneBit, Dithering, TopK, RandomK, Trellis)
+    codec.name: codec
+    for codec in (NoCodec, Cast, MinMax, OneBit, Dithering, TopK, RandomK, Trellis, Levels, MXFP8, MXFP4, NVFP4)
 }
 
 #: decorators of codecs by their names in a specification
@@ -157,29 +159,30 @@ def _parameters(
 ) -> tuple[type[Codec], dict[str, Any]]:
     """The class of a codec and its arguments, from its name and options; missing ones are taken from ``same``."""
     match = _NAME.fullmatch(name)
-    if match is None or match[1] not in kinds:
+    found, bits = (name, "") if name in kinds or match is None else match.groups()  # the name mxfp8 has a digit
+    if found not in kinds:
         raise CodecError(
             f"codec {spec!r}: there is no codec {name!r}; the codecs are {_list(kinds)}{_near(name, kinds)}"
         )
-    kind = kinds[match[1]]
+    kind = kinds[found]
     keys = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    if match[2]:
+    if bits:
         if "bits" not in keys:
-            raise CodecError(f"codec {spec!r}: {match[1]} has no bits; write {match[1]!r} alone")
-        _add(options, "bits", match[2], spec)
+            raise CodecError(f"codec {spec!r}: {found} has no bits; write {found!r} alone")
+        _add(options, "bits", bits, spec)
     given: dict[str, Any] = {}
     for key, value in options.items():
         field, values = kind.aliases.get(key, (key, None))
         if field not in keys:
             allowed = _list(keys) if keys else "none"
-            raise CodecError(f"codec {spec!r}: {match[1]} has no key {key!r}; its keys: {allowed}{_near(key, keys)}")
+            raise CodecError(f"codec {spec!r}: {found} has no key {key!r}; its keys: {allowed}{_near(key, keys)}")
         if values is not None and value not in tuple(values):  # a tuple, because a value may be unhashable
             raise CodecError(f"codec {spec!r}: {key}={value!r} is not possible; allowed are {_list(map(str, values))}")
         _add(given, field, value if values is None else values[value], spec)
     given = {**same, **given}
     for each in dataclasses.fields(kind):  # type: ignore[arg-type]
         if each.default is dataclasses.MISSING and each.name not in given:
-            raise CodecError(f"codec {spec!r}: {match[1]} needs the key {each.name!r}; its keys: {_list(keys)}")
+            raise CodecError(f"codec {spec!r}: {found} needs the key {each.name!r}; its keys: {_list(keys)}")
     return kind, given
 
 

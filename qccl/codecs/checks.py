@@ -29,13 +29,13 @@ def check_integer(codec: Codec, key: str, least: int, most: int) -> None:
     keep(codec, key, value)
 
 
-def check_bucket(codec: Codec, key: str, most: int = MAX_BUCKET, other: str = "") -> None:
-    """Check that a parameter is a multiple of 8, or the word ``other`` unless that is empty."""
+def check_bucket(codec: Codec, key: str, most: int = MAX_BUCKET, other: str = "", step: int = 8) -> None:
+    """Check that a parameter is a multiple of ``step``, or the word ``other`` unless that is empty."""
     if other and getattr(codec, key) == other:
         return
     value = as_integer(getattr(codec, key))
-    if value is None or not 8 <= value <= most or value % 8:
-        raise _refused(codec, key, f"multiples of 8 from 8 to {most}" + (f', and "{other}"' if other else ""))
+    if value is None or not step <= value <= most or value % step:
+        raise _refused(codec, key, f"multiples of {step} from {step} to {most}" + (f', and "{other}"' if other else ""))
     keep(codec, key, value)
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 
 import oracle
+from oracle_blocks import MXFP4, MXFP8, NVFP4, Levels
 from oracle_buckets import Bucketed, Cast, Dithering, OneBit, RandomK, TopK
 from oracle_trellis import Trellis
 
@@ -23,6 +24,13 @@ RECONSTRUCTIONS = ("sign", "scale", "mean", "midpoint")
 TRELLIS = (
     *((8, 2048, 128, 4), (7, 200, 64, 0), (6, 1024, 32, 16), (5, 2048, 256, 1), (4, 2048, 512, 2), (3, 48, 1024, 3)),
     *((2, 2048, 2048, 8), (1, 2048, 128, 4)),
+)
+
+#: bits, block, bucket, rounding, seed
+LEVELS = (
+    *((2, 16, 16, "nearest", 0), (3, 16, 16, "stochastic", 3), (4, 16, 16, "nearest", 0), (4, 16, 48, "stochastic", 1)),
+    *((2, 64, 1024, "nearest", 0), (3, 32, 1024, "nearest", 0), (4, 32, 1024, "nearest", 0), (3, 128, 128, "nearest", 0)),
+    *((2, 128, 1024, "stochastic", 7), (4, 64, 192, "stochastic", 2)),
 )
 
 #: by the name of the codec
@@ -46,6 +54,10 @@ TABLE: dict[str, list[Bucketed]] = {
         *(TopK(k, block, "exp4") for k, block in [(3, 16), (8, 8), (0.3, 264), (64, 4096), (0.5, 8200)]),
     ],
     "trellis": [Trellis(*parameters) for parameters in TRELLIS],
+    "levels": [Levels(*parameters) for parameters in LEVELS],
+    "mxfp8": [MXFP8(type) for type in ("e4m3", "e5m2")],
+    "mxfp4": [MXFP4()],
+    "nvfp4": [NVFP4(bucket) for bucket in (16, 48, 1024)],
 }
 
 ALL = [codec for rows in TABLE.values() for codec in rows]

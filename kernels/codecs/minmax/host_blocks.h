@@ -169,42 +169,6 @@ void finish_block(const float* total, u32 n, const Rounding& rounding, const Deq
   if (out) __builtin_memcpy(out + whole, some, rest * sizeof some[0]);
 }
 
-// The random of a call's elements.
-class RandomBlock {
- public:
-  RandomBlock(u64 seed, const RngCounter& counter) : seed_(seed), counter_(counter) {}
-
-  // The index of an element of the call in the whole vector.
-  u64 index_of(u64 element) const { return counter_.index + element; }
-
-  // The key of the elements whose index has the same upper half.
-  const RandomKey& key_of(u64 index) {
-    const u32 high = (u32)(index >> 32);
-    if (high != keyed_) keyed_ = high, key_ = key(high);
-    return key_;
-  }
-
-  // The random numbers of n elements from element `begin` of the call on, kBlock at most; valid until the next of().
-  const u32* of(u64 begin, u32 n) {
-    const u64 index = index_of(begin);
-    const u32 before = (u32)index % kRandomLanes, aligned = (u32)index - before, count = before + n;
-    const u32 high = (u32)(index >> 32);
-    make_random(key_of(index), aligned, count, some_);
-    const u32 until = 0u - aligned;  // elements until the lower half of the index wraps
-    if (until && until < count) make_random(key(high + 1), 0, count - until, some_ + until);
-    return some_ + before;
-  }
-
- private:
-  RandomKey key(u32 high) const { return random_key(seed_, counter_.call, counter_.round, counter_.rank, high); }
-
-  u64 seed_;
-  RngCounter counter_;
-  u64 keyed_ = ~0ull;  // the upper half of the indices of key_; at first none
-  RandomKey key_;
-  alignas(64) u32 some_[kBlock + kRandomLanes];
-};
-
 #if defined(QCCL_AVX512)
 template <class T, int Bits, bool Clamp>
 QCCL_LOOP void encode_stochastic(const typename T::Storage* x, u32 n, const MinMaxScale& scale, const RandomKey& key,

@@ -1,9 +1,8 @@
 // The functions of scalar.h on sixteen values at a time, with the same results bit for bit.
 #pragma once
 
-#include "../../host/codes.h"
 #include "../../host/elements.h"
-#include "../../shared/random.h"
+#include "../../host/random.h"
 #include "scalar.h"
 
 namespace QCCL_NAMESPACE {
@@ -15,43 +14,6 @@ template <bool Plain = false>
 QCCL_FN f32xN minmax_position(const f32xN& x, const MinMaxScale& scale) {
   if constexpr (Plain) return (x - scale.low) * scale.inverse;
   return (x * scale.pre - scale.low) * scale.inverse;
-}
-
-// random_word(key, index + i) >> 8 for kRandomLanes lanes; `index` is a multiple of kRandomLanes. Adding a lane's number
-// then sets bits that were zero, so the first product is the sum of two products: of the bits that differ between lanes,
-// computed once, and of the others.
-constexpr u32 kRandomLanes = kTogether * kLanes;
-
-struct RandomLanes {
-  static constexpr u32 factor = 0xed5ad4bbu, own_bits = kRandomLanes - 1;
-  RandomKey key;
-  u32xN lanes[kTogether];
-
-  QCCL_FN RandomLanes make(const RandomKey& key) {
-    RandomLanes maker;
-    maker.key = key;
-    for (u32 g = 0; g < kTogether; ++g) {
-      maker.lanes[g] = ((lane_numbers() + g * kLanes) ^ (key.low & own_bits)) * factor;
-    }
-    return maker;
-  }
-
-  QCCL_FN void random(const RandomLanes& maker, u32 index, u32xN (&x)[kTogether]) {
-    const u32 common = (index ^ (maker.key.low & ~own_bits)) * factor, high = maker.key.high;
-    for (u32 g = 0; g < kTogether; ++g) x[g] = maker.lanes[g] + common;
-    for (u32 g = 0; g < kTogether; ++g) x[g] = (x[g] ^ (x[g] >> 14u) ^ high) * 0xac4c1b51u;
-    for (u32 g = 0; g < kTogether; ++g) x[g] = ((x[g] ^ (x[g] >> 14u)) * 0x31848babu) >> 8u;
-  }
-};
-
-// Fills `random` for n elements, rounded up to a multiple of kRandomLanes.
-static QCCL_LOOP void make_random(const RandomKey key, u32 index, u32 n, u32* random) {
-  const RandomLanes maker = RandomLanes::make(key);
-  for (u32 i = 0; i < n; i += kRandomLanes) {
-    u32xN x[kTogether];
-    RandomLanes::random(maker, index + i, x);
-    for (u32 g = 0; g < kTogether; ++g) store_lanes(x[g], random + i + g * kLanes);
-  }
 }
 
 // `uniform` is the upper 24 bits of a random word.

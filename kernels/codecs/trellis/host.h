@@ -34,7 +34,6 @@ QCCL_FN float greatest_lane(const f32xN& x) {
 #endif
 }
 
-QCCL_FN f32xN absolute(const f32xN& x) { return cast<float>(cast<i32>(x) & 0x7fffffff); }
 
 QCCL_FN f32xN trellis_level(const i32xN& odd, const TrellisLevels& levels) {
   const f32xN u = to_floats(odd) * levels.step;
