@@ -25,15 +25,17 @@ Values = Any
 #: elements of a sample: whole buckets of every codec
 COUNT = 1 << 20
 _OFFSET = 100.0
-#: options with which a codec of 1 to 8 bits is compared a second time
-_VARIANTS = {"trellis": (":block=512,outliers=1",), "minmax": (":bucket=64",)}
+#: options with which a codec with a number of bits is compared a second time
+_VARIANTS = {"trellis": (":block=512,outliers=1",), "minmax": (":bucket=64",), "levels": (":block=64",)}
+_BITS = {"levels": range(2, 5)}  # otherwise 1 to 8
 
 
 def _specs() -> Iterator[str]:
     """Every lossy codec: with each number of bits, or its examples."""
     for name, kind in codecs.CODECS.items():
         if hasattr(kind, "bits") and not isinstance(kind.bits, property):
-            yield from (f"{name}{bits}{more}" for more in ("", *_VARIANTS.get(name, ())) for bits in range(1, 9))
+            numbers = _BITS.get(name, range(1, 9))
+            yield from (f"{name}{bits}{more}" for more in ("", *_VARIANTS.get(name, ())) for bits in numbers)
         elif name != "none":
             yield from kind.examples or (name,)
 

@@ -207,7 +207,7 @@ def _class_in(spec: str) -> re.Match[str] | None:
     first colon must not be the name of one of qccl's codecs.
     """
     match = _CLASS.match(spec)
-    return None if match is None or match["module"].rstrip("0123456789") in codecs.CODECS else match
+    return None if match is None or codecs.is_name(match["module"]) else match
 
 
 def codec_of(spec: str) -> Codec:

@@ -24,7 +24,7 @@ from qccl.codecs.trellis import Trellis
 
 __all__ = ["CODECS", "DECORATORS", "MXFP4", "MXFP8", "NVFP4", "BucketCodec", "Cast", "Codec", "Dithering"]
 __all__ += ["ErrorFeedback", "Levels", "MinMax", "Momentum", "NoCodec", "OneBit", "PythonCodec", "RandomK", "TopK", "Trellis", "TwoRounds"]
-__all__ += ["examples", "get", "identity"]
+__all__ += ["examples", "get", "identity", "is_name"]
 
 #: all codecs by their names in specifications
 CODECS: Mapping[str, type[Codec]] = {
@@ -86,6 +86,11 @@ def get(spec: str | Mapping[str, Any] | Codec, kinds: Mapping[str, type[Codec]] 
     for name, options in decorators:
         codec = _decorated(codec, name, options, spec)
     return codec
+
+
+def is_name(name: str) -> bool:
+    """Whether a codec has this name, with or without a number of bits behind it."""
+    return _name_and_bits(name, CODECS)[0] in CODECS
 
 
 def identity(codec: Codec) -> str:
@@ -158,8 +163,7 @@ def _parameters(
     name: str, options: dict[str, Any], spec: object, kinds: Mapping[str, type[Codec]], same: Mapping[str, Any] = {}
 ) -> tuple[type[Codec], dict[str, Any]]:
     """The class of a codec and its arguments, from its name and options; missing ones are taken from ``same``."""
-    match = _NAME.fullmatch(name)
-    found, bits = (name, "") if name in kinds or match is None else match.groups()  # the name mxfp8 has a digit
+    found, bits = _name_and_bits(name, kinds)
     if found not in kinds:
         raise CodecError(
             f"codec {spec!r}: there is no codec {name!r}; the codecs are {_list(kinds)}{_near(name, kinds)}"
@@ -184,6 +188,12 @@ def _parameters(
         if each.default is dataclasses.MISSING and each.name not in given:
             raise CodecError(f"codec {spec!r}: {found} needs the key {each.name!r}; its keys: {_list(keys)}")
     return kind, given
+
+
+def _name_and_bits(name: str, kinds: Mapping[str, type[Codec]]) -> tuple[str, str]:
+    """A name without the digits behind it, which are the number of bits unless they are part of the name (mxfp8)."""
+    match = _NAME.fullmatch(name)
+    return (name, "") if name in kinds or match is None else (match[1], match[2])
 
 
 def _take_decorators(options: dict[str, Any], spec: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:

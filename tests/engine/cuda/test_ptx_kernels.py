@@ -17,6 +17,7 @@ from kernel_cases import CASES, Case, Operations, TwoOutliers
 from ptx_emulator import ARCHITECTURES, HEADERS, Fault, PtxEmulator, changed, nvrtc_13
 from state_cases import COMMITS, STATE_CASES, AnyCase, StateCase, prepared
 
+from qccl import codecs
 from qccl.base.dtypes import BFLOAT16, FLOAT32
 from qccl.codecs import MinMax, OneBit
 
@@ -45,7 +46,7 @@ def sample() -> Iterator[tuple[int, AnyCase]]:
     for case in CASES:
         plain.setdefault(case.codec.name, []).append(case)
     for each in STATE_CASES:
-        state.setdefault(re.split("[:0-9]", each.spec)[0], []).append(each)
+        state.setdefault(codecs.get(each.spec).name, []).append(each)
     assert plain.keys() == state.keys()
     for i, arch in enumerate(ARCHITECTURES):
         for j, name in enumerate(plain):
