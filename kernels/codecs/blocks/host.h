@@ -137,6 +137,8 @@ QCCL_FN f32xN look_up(const f32xN& table, const u8* from) {
 }
 #else
 constexpr bool kTablesFit = false;
+template <int Bits>
+f32xN look_up(const f32xN& table, const u8* from);
 #endif
 
 constexpr u32 kBlocksBucket = 1024;                 // the most elements of a bucket
