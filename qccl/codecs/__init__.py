@@ -23,7 +23,8 @@ from qccl.codecs.sparse import RandomK, TopK
 from qccl.codecs.trellis import Trellis
 
 __all__ = ["CODECS", "DECORATORS", "MXFP4", "MXFP8", "NVFP4", "BucketCodec", "Cast", "Codec", "Dithering"]
-__all__ += ["ErrorFeedback", "Levels", "MinMax", "Momentum", "NoCodec", "OneBit", "PythonCodec", "RandomK", "TopK", "Trellis", "TwoRounds"]
+__all__ += ["ErrorFeedback", "Levels", "MinMax", "Momentum", "NoCodec", "OneBit", "PythonCodec", "RandomK"]
+__all__ += ["TopK", "Trellis", "TwoRounds"]
 __all__ += ["examples", "get", "identity", "is_name"]
 
 #: all codecs by their names in specifications

@@ -1,7 +1,7 @@
 """Codes whose scale is one byte for each small block: levels of 2 to 4 bits, and the formats MXFP8, MXFP4 and NVFP4.
 
-Sources: OCP Microscaling Formats (MX) Specification 1.0; NVFP4 of "Pretraining Large Language Models with NVFP4" (NVIDIA
-2025, arXiv 2509.25149). ``bench/fit_levels.py`` finds the levels.
+Sources: OCP Microscaling Formats (MX) Specification 1.0; "Pretraining Large Language Models with NVFP4" (NVIDIA 2025,
+arXiv 2509.25149). ``bench/fit_levels.py`` finds the levels.
 
 The arithmetic is ``kernels/codecs/blocks/``; the bytes are ``docs/wire-format.md``.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from qccl.base.dtypes import DType
 from qccl.base.errors import CodecError
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MXFP4", "MXFP8", "NVFP4", "Levels"]
 
+#: an array; the type checker cannot follow NumPy's arithmetic
+_Values = Any
 _MAX_BUCKET = 1024
 _BLOCKS = (16, 32, 64, 128)
 _SLOPE = {2: 0.82, 3: 0.73, 4: 0.61}
@@ -33,9 +35,13 @@ class _Blocks(BucketCodec):
     """A codec of ``kernels/codecs/blocks/``."""
 
     block: int
-    code_bits: int
     #: bytes of the number that the scales of a bucket are relative to
     number_nbytes: ClassVar[int] = 4
+
+    @property
+    @abstractmethod
+    def code_bits(self) -> int:
+        """The bits of a code."""
 
     @property
     @abstractmethod
@@ -78,16 +84,16 @@ class _Blocks(BucketCodec):
         scale = self._scales(padded, (np.arange(padded.size) < flat.size).reshape(shape)).astype(np.float64)[..., None]
         value = padded.astype(np.float64)
         error = np.where(scale > 0, self._gap(value / np.where(scale > 0, scale, 1)) * scale, value)
-        bound = error + 2.0**-21 * (error + value) + 2.0**-148
+        bound: np.ndarray = error + 2.0**-21 * (error + value) + 2.0**-148
         bound = np.where(padded.max(axis=2, keepdims=True) > 0, bound, 0.0)
         return bound.reshape(-1)[: flat.size].reshape(np.shape(x))
 
     @abstractmethod
-    def _scales(self, size: np.ndarray, exists: np.ndarray) -> np.ndarray:
+    def _scales(self, size: _Values, exists: _Values) -> _Values:
         """The scale of each block from the magnitudes, by bucket and block; padding does not exist."""
 
     @abstractmethod
-    def _gap(self, position: np.ndarray) -> np.ndarray:
+    def _gap(self, position: _Values) -> _Values:
         """The largest error of a value that is ``position``, 0 or more, in units of the scale."""
 
 
@@ -127,26 +133,27 @@ class Levels(_Blocks):
 
     @property
     def code_bits(self) -> int:
-        """The bits of a code."""
+        """The bits of a code: ``bits``."""
         return self.bits
 
     @property
     def _format(self) -> int:
         return self.bits
 
-    def _positive_levels(self) -> np.ndarray:
+    def _positive_levels(self) -> _Values:
         import numpy as np
 
         top, slope = np.float32(2**self.bits - 1), np.float32(_SLOPE[self.bits])
         u = np.arange(1, 2**self.bits, 2).astype(np.float32) / top
         return u * (u * u * (1 - slope) + slope)
 
-    def _scales(self, size: np.ndarray, exists: np.ndarray) -> np.ndarray:
+    def _scales(self, size: _Values, exists: _Values) -> _Values:
         import numpy as np
 
         most = size.max(axis=2)
         number = most.max(axis=1, keepdims=True)
-        pre = np.where(number >= 2.0**64, 2.0**-64, np.where(number < 2.0**64 * 2.0**-128, 2.0**64, 1.0)).astype(np.float32)
+        pre = np.where(number >= 2.0**64, 2.0**-64, np.where(number < 2.0**-64, 2.0**64, 1.0))
+        pre = pre.astype(np.float32)
         wanted, unit = most * pre, number * pre
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             if self.rounding == "stochastic":
@@ -159,7 +166,7 @@ class Levels(_Blocks):
                 step = np.rint(self._steps(wanted, unit)).astype(np.int64)
         return np.where(most > 0, _octaves(step, unit) / pre.astype(np.float64), 0.0)
 
-    def _steps(self, wanted: np.ndarray, unit: np.ndarray) -> np.ndarray:
+    def _steps(self, wanted: _Values, unit: _Values) -> _Values:
         """16 times the binary logarithm of ``unit / wanted``, as the encoder computes it."""
         import numpy as np
 
@@ -169,7 +176,7 @@ class Levels(_Blocks):
         log = log + x * (1 - x) * (x * np.float32(-0.15639) + np.float32(0.42086))
         return np.clip(np.nan_to_num(log * -16), 0, 253)
 
-    def _ratio(self, size: np.ndarray, exists: np.ndarray, first: np.ndarray) -> np.ndarray:
+    def _ratio(self, size: _Values, exists: _Values, first: _Values) -> _Values:
         """The scale of least squares over the first scale, as the encoder computes it."""
         import numpy as np
 
@@ -178,15 +185,16 @@ class Levels(_Blocks):
         level = self._positive_levels()
         edges = np.float32(0.5) * (level[1:] + level[:-1]) * unit
         above = [exists, *(size > edge for edge in edges)]
+        steps, squares = (np.diff(values, prepend=np.float32(0)) for values in (level, level * level))
         product = square = np.float32(0)
-        for which, step, of_squares in zip(
-            above, np.diff(level, prepend=np.float32(0)), np.diff(level * level, prepend=np.float32(0)), strict=True
-        ):
-            product = product + np.where(which, np.rint(size), 0).sum(axis=2, dtype=np.int64).astype(np.float32) * step
-            square = square + which.sum(axis=2).astype(np.float32) * of_squares
+        for k, which in enumerate(above):
+            product = (
+                product + np.where(which, np.rint(size), 0).sum(axis=2, dtype=np.int64).astype(np.float32) * steps[k]
+            )
+            square = square + which.sum(axis=2).astype(np.float32) * squares[k]
         return product / unit / square
 
-    def _gap(self, position: np.ndarray) -> np.ndarray:
+    def _gap(self, position: _Values) -> _Values:
         """The distance to the nearest level, or to the farther of the two levels around a position."""
         import numpy as np
 
@@ -200,7 +208,7 @@ class Levels(_Blocks):
         return np.maximum(position - levels[below], np.abs(levels[above] - position))
 
 
-def _octaves(step: np.ndarray, unit: np.ndarray) -> np.ndarray:
+def _octaves(step: _Values, unit: _Values) -> _Values:
     """The scale ``step`` sixteenths of an octave below ``unit``."""
     import numpy as np
 
@@ -209,7 +217,7 @@ def _octaves(step: np.ndarray, unit: np.ndarray) -> np.ndarray:
     return part * np.ldexp(np.float32(1), -(step // 16)) * unit
 
 
-def _half_place(position: np.ndarray, mantissa: int, least: int, most: float) -> np.ndarray:
+def _half_place(position: _Values, mantissa: int, least: int, most: float) -> _Values:
     """Half a unit in the last place of a float with ``mantissa`` bits and the exponent ``least`` or more.
 
     Positions beyond ``most`` are clamped.
@@ -232,13 +240,13 @@ class _Shared(_Blocks):
     def _shape(self) -> tuple[int, int, float]:
         """Bits of the mantissa, exponent of the least normal number, and greatest number of the elements."""
 
-    def _scales(self, size: np.ndarray, exists: np.ndarray) -> np.ndarray:
+    def _scales(self, size: _Values, exists: _Values) -> _Values:
         import numpy as np
 
         exponent = np.frexp(size.max(axis=2))[1] - np.frexp(self._shape[2])[1]
         return np.ldexp(1.0, np.maximum(exponent, -127))
 
-    def _gap(self, position: np.ndarray) -> np.ndarray:
+    def _gap(self, position: _Values) -> _Values:
         return _half_place(position, *self._shape)
 
 
@@ -300,7 +308,7 @@ class NVFP4(_Blocks):
     def __post_init__(self) -> None:
         check_bucket(self, "bucket", _MAX_BUCKET, step=self.block)
 
-    def _scales(self, size: np.ndarray, exists: np.ndarray) -> np.ndarray:
+    def _scales(self, size: _Values, exists: _Values) -> _Values:
         import numpy as np
 
         most = size.max(axis=2)
@@ -310,5 +318,5 @@ class NVFP4(_Blocks):
         place = np.ldexp(1.0, np.maximum(np.frexp(quotient)[1] - 1, -6) - 3)
         return np.minimum(np.rint(quotient / place) * place, 448.0) * number
 
-    def _gap(self, position: np.ndarray) -> np.ndarray:
+    def _gap(self, position: _Values) -> _Values:
         return _half_place(position, 1, 0, 6.0)

@@ -71,7 +71,8 @@ def test_stochastic_rounding_is_unbiased(bits: int) -> None:
     """The mean of 4,000 encodings is within 6 standard errors of each value."""
     codec, calls = Levels(bits, 16, 16, "stochastic", seed=1), 4000
     x = np.random.default_rng(0).standard_normal(48).astype(np.float32)
-    found = np.float64([codec.decode(codec.encode(x, call), x.size, "float32") for call in range(calls)])
+    draws = [codec.decode(codec.encode(x, call), x.size, "float32") for call in range(calls)]
+    found = np.stack(draws).astype(np.float64)
     error = np.abs(found.mean(axis=0) - x)
     assert (error <= 6 * found.std(axis=0) / calls**0.5 + 1e-6).all()
     assert np.abs(found - x).max() > 0.05
@@ -86,11 +87,11 @@ FLOATS = [
 
 
 def wire_of(codes: np.ndarray, scales: np.ndarray, bits: int, number: bool) -> np.ndarray:
-    """A wire of whole buckets whose numbers are 1: codes of 4 bits have the first element in the lower half of a byte."""
+    """A wire of whole buckets whose numbers are 1. The lower half of a byte is the first of two codes of 4 bits."""
     packed = codes if bits == 8 else codes[::2] | codes[1::2] << 4
     metas = scales.reshape(-1, 1024 // (codes.size // scales.size))
     if number:
-        metas = np.hstack([np.tile(np.float32([1]).view(np.uint8), (len(metas), 1)), metas])
+        metas = np.hstack([np.tile(np.ones(1, np.float32).view(np.uint8), (len(metas), 1)), metas])
     return np.concatenate([packed, metas.reshape(-1)])
 
 

@@ -29,8 +29,8 @@ TRELLIS = (
 #: bits, block, bucket, rounding, seed
 LEVELS = (
     *((2, 16, 16, "nearest", 0), (3, 16, 16, "stochastic", 3), (4, 16, 16, "nearest", 0), (4, 16, 48, "stochastic", 1)),
-    *((2, 64, 1024, "nearest", 0), (3, 32, 1024, "nearest", 0), (4, 32, 1024, "nearest", 0), (3, 128, 128, "nearest", 0)),
-    *((2, 128, 1024, "stochastic", 7), (4, 64, 192, "stochastic", 2)),
+    *((2, 64, 1024, "nearest", 0), (3, 32, 1024, "nearest", 0), (4, 32, 1024, "nearest", 0)),
+    *((3, 128, 128, "nearest", 0), (2, 128, 1024, "stochastic", 7), (4, 64, 192, "stochastic", 2)),
 )
 
 #: by the name of the codec
