@@ -161,7 +161,7 @@ def test_the_second_round_has_the_fraction_of_the_first() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("minmx8", r"there is no codec 'minmx8'; the codecs are .*trellis\. Did you mean 'minmax'\?"),
+        ("minmx8", r"there is no codec 'minmx8'; the codecs are .*nvfp4\. Did you mean 'minmax'\?"),
         ("", "there is no codec ''"),
         ("minmax9", "bits=9 is not possible; allowed are the integers 1 to 8"),
         ("minmax0", "bits=0"),

@@ -116,7 +116,7 @@ class Levels(Blocked):
 
     @property
     def top(self) -> int:
-        return 2**self.bits - 1
+        return int(2**self.bits - 1)
 
     def values(self, codes: Array) -> Array:
         u = (2 * codes - self.top).astype(f32) * (f32(1) / f32(self.top))
