@@ -20,7 +20,8 @@ struct BlocksTile {
   using Table = typename FormatOf<Format>::Table;
   using Scale = typename FormatOf<Format>::Scale;
   static constexpr int bits = Table::bits;
-  static constexpr int decode_blocks = 4, reduce_blocks = 2, state_blocks = 1;
+  static constexpr int decode_blocks = 4, reduce_blocks = 2;
+  static constexpr int state_blocks = 1;  // scales and state need more registers than two leave
   template <class T>
   static constexpr u32 block_lanes = Block / kPerVector<T>;
 

@@ -198,6 +198,8 @@ def check(found: dict[str, Usage], arch: int) -> None:
             blocks = 3
         if "reduce_with_state<qccl::MinMaxTile" in name and ", true>, " in name:  # random words, too: see state_blocks
             blocks = 1
+        if "reduce_with_state<qccl::BlocksTile" in name:
+            blocks = 1
         assert use.registers * blocks * cuda_source.THREADS <= 65536, f"{name} uses {use.registers} registers"
 
 
