@@ -33,7 +33,7 @@ from qccl.collectives.schedule import Schedule
 from qccl.collectives.spec import Call, CollectiveSpec, input_and_output
 from qccl.collectives.wire import Encoding, Slots
 
-__all__ = ["LAYOUTS", "HierarchicalSpec", "Levels", "by_level", "hierarchical", "intra_of"]
+__all__ = ["LAYOUTS", "HierarchicalSpec", "NodeLevels", "by_level", "hierarchical", "intra_of"]
 
 LAYOUTS = ("leader", "sharded")
 
@@ -42,7 +42,7 @@ _INTRA = {"float16": "cast:dtype=float16", "bfloat16": "cast:dtype=bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
+class NodeLevels:
     """The division of the work in two levels.
 
     Attributes:
@@ -143,10 +143,10 @@ class HierarchicalSpec(CollectiveSpec):
     def _parts(self, nodes: Sequence[Sequence[int]]) -> int:
         return 1 if self.layout == "leader" else min(map(len, nodes))
 
-    def levels(self) -> Levels:
+    def levels(self) -> NodeLevels:
         """The nodes, the parts that have owners in each, and the algorithm that runs between them."""
         nodes = ranks_by_node(self.node_ids)
-        return Levels(nodes, self._parts(nodes), self.algorithm_for(len(self.node_ids)), self.intra)
+        return NodeLevels(nodes, self._parts(nodes), self.algorithm_for(len(self.node_ids)), self.intra)
 
     def _schedule(self, group: RankGroup, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
         combine, here = Combine.of(self.op, group.size), self.node_ids[group.rank]
@@ -187,7 +187,7 @@ def hierarchical(
     codec: Codec,
     combine: Combine = SUM,
     *,
-    levels: Levels,
+    levels: NodeLevels,
     chunking: ChunkPolicy,
 ) -> Schedule:
     """Reduce each part to its owner in each node, all-reduce it among the owners, gather all parts in each node.

@@ -66,7 +66,7 @@ def test_impossible_operations_are_refused(changes: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("name", "bucket", "options", "message"),
     [
-        ("Maxmin", 8, [], "there is no codec Maxmin; allowed: Cast, .*MinMax, .*Trellis"),
+        ("Maxmin", 8, [], "there is no codec Maxmin; allowed: Blocks, Cast, .*MinMax, .*Trellis"),
         ("MinMax", 12, [8], "bucket is 12; allowed: multiples of 8"),
         ("MinMax", 1 << 25, [8], "bucket is 33554432; allowed: multiples of 8 to 2.24, or 0"),
         ("MinMax", 8, [8] * 7, "7 options; allowed: up to 6"),

@@ -92,7 +92,7 @@ def follow(root: Path, number: int) -> None:
     insert(root / "kernels/codecs/all.h", " each(Trellis)", f" each({kind})")
     (root / f"qccl/codecs/{name}.py").write_text(dataclass)
     insert(root / "qccl/codecs/__init__.py", "from qccl.codecs.trellis", f"from qccl.codecs.{name} import {kind}\n")
-    insert(root / "qccl/codecs/__init__.py", ", Trellis)\n", f", {kind}")
+    insert(root / "qccl/codecs/__init__.py", ", NVFP4)\n", f", {kind}")
     (root / f"tests/support/oracle_{name}.py").write_text(oracle_text)
     insert(root / "tests/support/codec_table.py", "from oracle_trellis", f"from oracle_{name} import {kind}\n")
     insert(root / "tests/support/codec_table.py", '    "trellis": [', row)

@@ -16,7 +16,7 @@ import qccl
 from qccl import codecs
 from qccl.base import dtypes
 from qccl.collectives.allreduce import ALLREDUCE
-from qccl.collectives.hierarchical import Levels, hierarchical
+from qccl.collectives.hierarchical import NodeLevels, hierarchical
 from qccl.collectives.schedule import Encode, Exchange, Reduce, Role, Schedule, Span, Task, Transfer, tasks
 from qccl.engine.host.zero_copy import remove_copies
 
@@ -25,7 +25,7 @@ NODES = ((0, 1, 2), (3, 4))
 
 
 def two_levels(rank: int, *, parts: int = 2, in_place: bool = False, algorithm: str = "one_shot") -> Schedule:
-    levels = Levels(NODES, parts, algorithm, NONE)
+    levels = NodeLevels(NODES, parts, algorithm, NONE)
     options = {"in_place": in_place, "levels": levels, "chunk_elements": 1 << 13}
     return one_rank(hierarchical, rank, 5, 300_000, dtypes.FLOAT32, MINMAX, **options)
 
