@@ -3,7 +3,8 @@
 It trains a model of docs/examples on 4 ranks, with PyTorch's DistributedDataParallel, its own hooks (fp16, PowerSGD),
 qccl's codecs, its low-rank compression ("low_rank:4:minmax8+ef": rank 4, and the codec of the factors), and DiLoCo
 ("diloco:period=8,fragments=2,delay=3:trellis2+ef": its arguments, and the codec of the outer steps).
-``--model`` is word_gpt, a word-level GPT with AdamW, or byte_model, a byte-level model with SGD. The batch, schedule,
+``--model`` is word_gpt, a word-level GPT with AdamW, byte_model, a byte-level model with SGD, or resnet, a ResNet of
+this folder with batch normalisation and SGD. The batch, schedule,
 learning rate and number of steps are the model's, and the same for all methods except in the section "rates".
 Sections:
 
@@ -31,6 +32,9 @@ continued, and only what it lacks is measured. ``--write`` makes the tables of d
 figures docs/training.png and docs/training-all.png from the newest files of all models; with ``--sections ""`` nothing
 is measured.
 
+With ``--threads`` the ranks of "curves", "rates" and "long" are threads of one process, with the same bits for less of
+the processors' time (training_threads.py); a file of its own has the results, and the table in the page its own name.
+
 With another number of ranks (``--ranks 2 --sections steps``) the results file and the table in the page have their own
 names. On two cores, 2 ranks show the step without sharing a core. A file without curves has no times to the target.
 """
@@ -49,7 +53,7 @@ from typing import Any
 
 import click
 import training_report
-from runs import cpu, machine, rewrite_table, run_ranks, run_undisturbed
+from runs import commit, cpu, machine, rewrite_table, run_ranks, run_undisturbed
 from without_ddp import is_local
 
 from qccl.bench.params import split_codecs
@@ -70,6 +74,7 @@ _FACTORS, _LONGER = (0.5, 2.0), 6
 @click.option("--model", default="word_gpt", type=click.Choice(list(training_report.MODELS)), show_default=True)
 @click.option("--sections", default="curves,rates,long,steps,whole,scaling", show_default=True)
 @click.option("--ranks", default=RANKS, show_default=True, help="In all sections but scaling.")
+@click.option("--threads", is_flag=True, help="Compute curves in one process, with fp32 and codecs only.")
 @click.option("--links", default="100mbit,1gbit,100mbit 25ms 0.1% bbr", show_default=True)
 @click.option("--methods", help="In all sections  [default: each section's own]")
 @click.option("--seeds", default=5, show_default=True)
@@ -81,7 +86,7 @@ _FACTORS, _LONGER = (0.5, 2.0), 6
 @click.option("--write", is_flag=True, help="Make the documentation's tables and figures from the results files.")
 def main(**given: Any) -> None:
     """Measure, and print tables."""
-    name = _name(given["model"], given["ranks"])
+    name = _name(given["model"], given["ranks"], given["threads"])
     path = _ROOT / "docs" / "results" / f"training-{name}-{date.today().isoformat()}.json"
     before = _newest(name) if given["resume"] else path
     document = json.loads(before.read_text(encoding="utf-8")) if before and before.exists() else {}
@@ -116,9 +121,9 @@ def _check_fp32(methods: str | None, sections: Sequence[str], document: dict[str
             )
 
 
-def _name(model: str, ranks: int) -> str:
-    """The part of a results file's name with the model and the number of ranks."""
-    return model if ranks == RANKS else f"{model}-{ranks}-ranks"
+def _name(model: str, ranks: int, threads: bool = False) -> str:
+    """The part of a results file's name with the model, the number of ranks, and whether they are threads."""
+    return model + ("" if ranks == RANKS else f"-{ranks}-ranks") + ("-threads" if threads else "")
 
 
 def _newest(name: str) -> Path | None:
@@ -137,14 +142,14 @@ def _save(document: dict[str, Any], before: Path, path: Path) -> None:
 def write_pages() -> None:
     """Make the tables and the figures of the documentation from the newest results files."""
     documents = {}
-    for model, ranks in itertools.product(training_report.MODELS, (RANKS, 2)):
-        path = _newest(_name(model, ranks))
+    for model, (ranks, threads) in itertools.product(training_report.MODELS, ((RANKS, False), (2, False), (RANKS, True))):
+        path = _newest(_name(model, ranks, threads))
         if path:
             document = json.loads(path.read_text(encoding="utf-8"))
-            options = f" --model {model}" + ("" if ranks == RANKS else f" --ranks {ranks}")
+            options = f" --model {model}" + ("" if ranks == RANKS else f" --ranks {ranks}") + " --threads" * threads
             text = "\n\n".join(training_report.paragraphs(document))
             rewrite_table(str(_ROOT / "docs" / "results.md"), f"python bench/train_slow_link.py{options}", text)
-            if ranks == RANKS:
+            if ranks == RANKS and not threads:
                 documents[model] = document
     whole = [document for document in documents.values() if {"curves", "steps"} <= document.keys()]
     if whole:
@@ -160,6 +165,7 @@ def _measured(section: str, given: dict[str, Any], document: dict[str, Any]) -> 
     model, ranks, until = given["model"], given["ranks"], given["until"]
     methods, links = _methods(section, given["methods"], model), given["links"].split(",")
     curve = {"measure": "curve", "model": model, "steps": given["steps"]}
+    train = _train_in_threads if given["threads"] else _run
 
     def is_missing(task: dict[str, Any]) -> bool:
         return not any(task.items() <= row.items() for row in document[section])
@@ -169,17 +175,17 @@ def _measured(section: str, given: dict[str, Any], document: dict[str, Any]) -> 
             for seed, method in itertools.product(range(given["seeds"]), methods):
                 task = curve | {"method": method, "seed": seed}
                 if is_missing(task):
-                    yield _run(ranks, task)
+                    yield train(ranks, task)
         case "rates":
             for factor, method in itertools.product(_FACTORS, methods):
                 task = curve | {"method": method, "seed": 0, "factor": factor}
                 if is_missing(task):
-                    yield _run(ranks, task)
+                    yield train(ranks, task)
         case "long":
             for method in methods:
                 task = curve | {"method": method, "seed": 0, "steps": _LONGER * given["steps"]}
                 if is_missing(task):
-                    yield _run(ranks, task)
+                    yield train(ranks, task)
         case "steps":
             for link, method in itertools.product([*links, None], methods):
                 if is_missing({"method": method, "link": link}):
@@ -238,6 +244,15 @@ def limit(compute: dict[str, Any], nbytes: float, rate: float, delay: float = 0.
         end = max(end, ready + left / rate)
         left -= nbytes * count / sum(counts)
     return float(compute["forward"] + end + delay + compute["optimiser"])
+
+
+def _train_in_threads(ranks: int, task: dict[str, Any]) -> dict[str, Any]:
+    """Train with ranks that are threads of this process."""
+    from training_threads import curve
+
+    row = curve(ranks, task)
+    print(f"curve {row['method']}: {row['summary']}", file=sys.stderr, flush=True)
+    return row | {"ranks": ranks, "cpu": cpu(), "commit": commit()}
 
 
 def _run(ranks: int, task: dict[str, Any], link: str | None = None, until: float = 0.0) -> dict[str, Any]:

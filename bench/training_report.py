@@ -25,11 +25,12 @@ Document = dict[str, Any]
 MODELS = {
     "word_gpt": ("word-level GPT", "1.12 million parameters", "AdamW", "bits per word"),
     "byte_model": ("byte-level model", "2.05 million parameters", "SGD with momentum", "bits per byte"),
+    "resnet": ("ResNet", "0.31 million parameters", "SGD with momentum", "bits per image"),
 }
 #: PyTorch's own reduction and hooks, and codecs: the order of the tables
 THEIRS = ("fp32", "fp16", "powersgd:4", "powersgd:1")
 OURS = (
-    *("minmax8", "minmax4+ef", "minmax2:bucket=256+ef", "trellis4+ef", "trellis2+ef"),
+    *("minmax8", "minmax4+ef", "minmax2:bucket=256+ef", "levels2+ef", "levels4", "levels4/levels2", "trellis4+ef", "trellis2+ef"),
     "topk:k=96,block=4096,values=exp4/topk:k=192,block=4096,values=exp4+ef",
     "topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef",
     *("topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef+nesterov", "topk:k=0.01+ef"),
