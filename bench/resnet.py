@@ -13,10 +13,8 @@ from torch import nn
 
 #: images in the batch of each rank, the learning rate after the warm-up, and the weight decay
 BATCH, RATE, DECAY = 16, 0.05, 5e-4
-#: pixels of a side, classes, images for training and for validation
-SIDE, CLASSES, TRAINING, VALIDATION = 16, 20, 16384, 2048
-#: standard deviation of the noise; each pattern has 1
-NOISE = 1.0
+#: pixels of a side, classes, images for training and for validation, and the noise's deviation; a pattern's is 1
+SIDE, CLASSES, TRAINING, VALIDATION, NOISE = 16, 20, 16384, 2048, 1.0
 WIDTHS = (32, 64, 128)
 UNIT = "bits per image"
 
@@ -37,8 +35,9 @@ def corpus() -> tuple[Images, Images]:
         rows, columns = ((places[number, :, i, None] + torch.arange(SIDE)) % SIDE for i in range(2))
         moved = patterns[classes[:, number, None, None], :, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
         images += strengths[:, number, None, None, None] * moved
-    both = images, classes[:, 0]
-    return (both[0][:TRAINING], both[1][:TRAINING]), (both[0][TRAINING:], both[1][TRAINING:])
+    split = [TRAINING, VALIDATION]
+    training, validation = zip(images.split(split), classes[:, 0].split(split), strict=True)
+    return training, validation
 
 
 class Block(nn.Module):
@@ -97,6 +96,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @torch.no_grad()
 def quality(model: nn.Module, data: Images, positions: int = VALIDATION) -> float:
     """The mean cross-entropy of the first ``positions`` images, in bits, with the statistics of the training."""
+    model = getattr(model, "module", model)  # DDP's forward() would broadcast the statistics: only rank 0 calls this
     model.eval()
     bits = loss_of(model, (data[0][:positions], data[1][:positions])).item() / math.log(2)
     model.train()

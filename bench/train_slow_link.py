@@ -91,6 +91,8 @@ def main(**given: Any) -> None:
     before = _newest(name) if given["resume"] else path
     document = json.loads(before.read_text(encoding="utf-8")) if before and before.exists() else {}
     sections = [section for section in given["sections"].split(",") if section]
+    if given["threads"] and given["methods"] is None:
+        given["methods"] = ",".join(training_report.BY_THREADS)
     _check_fp32(given["methods"], sections, document if given["resume"] else {})
     if sections:
         document |= {"machine": machine(), "model": given["model"], "budget": given["budget"]}
@@ -142,7 +144,9 @@ def _save(document: dict[str, Any], before: Path, path: Path) -> None:
 def write_pages() -> None:
     """Make the tables and the figures of the documentation from the newest results files."""
     documents = {}
-    for model, (ranks, threads) in itertools.product(training_report.MODELS, ((RANKS, False), (2, False), (RANKS, True))):
+    for model, (ranks, threads) in itertools.product(
+        training_report.MODELS, ((RANKS, False), (2, False), (RANKS, True))
+    ):
         path = _newest(_name(model, ranks, threads))
         if path:
             document = json.loads(path.read_text(encoding="utf-8"))

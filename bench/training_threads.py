@@ -86,4 +86,3 @@ def curve(ranks: int, task: dict[str, Any]) -> dict[str, Any]:
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     summary = f"{found[-1][1]:.4f} {own.UNIT}, {time.process_time() - begin:.0f} s of the processor"
     return task | {"curve": found, "digest": digest, "seconds": time.process_time() - begin, "summary": summary}
-
