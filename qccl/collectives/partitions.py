@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -69,14 +70,15 @@ class Partition:
     def segments(self, part: int) -> list[Segment]:
         """The segments of a part, by shard and chunk in order; no segment is empty, and each begins with a bucket."""
         found: list[Segment] = []
+        starts = list(accumulate([-(-count // self.granule) for _, _, count in self.ranges], initial=0))  # in granules
         for shard in (part,) if self.groups is None else self.groups[part]:
             for chunk, (begin, end) in enumerate(pairwise(self._edges(shard))):
-                start = 0  # of the range, in granules
-                for array, offset, count in self.ranges:
+                # only the ranges that the chunk meets: thousands of arrays may have thousands of chunks
+                for i in range(bisect_right(starts, begin) - 1, bisect_left(starts, end)):
+                    (array, offset, count), start = self.ranges[i], starts[i]
                     low, high = max(begin - start, 0) * self.granule, min((end - start) * self.granule, count)
                     if low < high:
                         found.append(Segment(chunk, array, offset + low, offset + high, start * self.granule + low))
-                    start += -(-count // self.granule)
         return found
 
     def _edges(self, shard: int) -> list[int]:

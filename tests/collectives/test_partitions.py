@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 
 import pytest
@@ -55,6 +56,37 @@ def test_the_default_chunks_of_two_levels_are_small_at_both_ends(count: int, par
         assert 3 * (3 * parts - 2) * (max(sizes) - 2 * bucket) <= max(3 << 20, 3 * (3 * parts - 2) * (48 << 10))
     if (count, parts) == (4 << 20, 1):
         assert partitioned.chunks <= 26, "most are large: of 48 KiB there would be 87"
+
+
+def test_the_work_of_planning_grows_with_the_arrays_not_with_arrays_times_chunks() -> None:
+    def calls(arrays: int) -> int:
+        """Number of function calls, of C functions too, that find the segments of arrays in as many chunks."""
+        partitioned = partition([8] * arrays, 2, [MinMax(bucket=8)], ChunkPolicy.of_elements(8))
+        assert partitioned.chunks == arrays // 2
+        events: list[str] = []
+        before = sys.getprofile()
+        sys.setprofile(lambda frame, event, argument: events.append(event))
+        try:
+            segments = partitioned.segments(1)
+        finally:
+            sys.setprofile(before)
+        assert [segment.array for segment in segments] == list(range(arrays // 2, arrays))
+        return sum(event in ("call", "c_call") for event in events)
+
+    assert calls(800) < 2.2 * calls(400)
+
+
+@pytest.mark.parametrize("counts", [[0], [0, 9, 0, 0, 17, 8, 0], [1, 0, 1, 0, 40, 3], [5] * 30])
+@pytest.mark.parametrize("chunk", [8, 24, 1000])
+def test_each_element_of_each_array_is_in_one_segment(counts: list[int], chunk: int) -> None:
+    """Arrays without elements, also several at the border of a chunk, have no segments."""
+    partitioned = partition(counts, 3, [MinMax(bucket=8)], ChunkPolicy.of_elements(chunk))
+    for groups in ([[0], [1], [2]], [[0, 1, 2]], [[2, 0], [], [1]]):
+        grouped = partitioned.grouped(groups)
+        segments = [segment for part in range(grouped.parts) for segment in grouped.segments(part)]
+        elements = sorted((each.array, i) for each in segments for i in range(each.start, each.stop))
+        assert elements == [(array, i) for array, count in enumerate(counts) for i in range(count)]
+        assert all(segments) and all(segment.start % 8 == 0 for segment in segments)
 
 
 def test_slot_sizes() -> None:
