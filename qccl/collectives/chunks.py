@@ -87,6 +87,16 @@ class ChunkPolicy:
         """The size of a chunk's codes, in bytes, with which all wire slots of an all-reduce take ``slots`` bytes."""
         return self.slots // (self.depth * (3 * parts - 2))
 
+    def with_chunk(self, elements: int, ranks: int, codec: Codec) -> ChunkPolicy:
+        """The policy for a caller's ``chunk=`` of this many elements.
+
+        Large chunks have fewer wire slots per peer: between sites on 8 ranks, 36 slots of 1 MiB would take 792 MiB. The
+        slots of an all-reduce take no more than with this policy's own chunks, or there are DEFAULT_DEPTH per peer.
+        """
+        nbytes = codec.encoded_nbytes(max(elements, codec.granule), FLOAT32)
+        fitting = self.depth * max(self.slot(ranks), self.small) // nbytes
+        return ChunkPolicy.of_elements(elements, min(self.depth, max(fitting, DEFAULT_DEPTH)))
+
 
 def size_before(k: int, chunks: int, ramp: int) -> int:
     """The total size of the first ``k`` of ``chunks`` ramped chunks, in units of the first one."""

@@ -250,8 +250,8 @@ class CollectiveSpec(ABC):
         return Binding(False, {"input": source.address, "output": target.address})
 
     def schedule(self, rank: int, size: int, *, in_place: bool, chunking: ChunkPolicy = NETWORK) -> Schedule:
-        """The schedule of one rank; if the caller gave a chunk size, only the depth of ``chunking`` is used."""
-        own = chunking if self.chunk is None else ChunkPolicy.of_elements(self.chunk, chunking.depth)
+        """The schedule of one rank; a caller's chunk size takes the place of the one of ``chunking``."""
+        own = chunking if self.chunk is None else chunking.with_chunk(self.chunk, size, self.codec)
         return self._schedule(RankGroup.of_all(rank, size), self.buffers(rank, size, in_place=in_place), own)
 
     @abstractmethod

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from qccl.base.dtypes import FLOAT32
 from qccl.codecs import MinMax, get
 from qccl.collectives.allreduce import AllReduceSpec
-from qccl.collectives.chunks import BETWEEN_SITES, GPU, NETWORK, ChunkPolicy, shared_memory
+from qccl.collectives.chunks import BETWEEN_SITES, DEFAULT_DEPTH, GPU, NETWORK, ChunkPolicy, shared_memory
 from qccl.collectives.partitions import partition
+from qccl.collectives.wire import ALIGNMENT
 
 CODECS = [get(spec) for spec in ("none", "minmax8", "minmax4", "trellis2", "minmax8:bucket=shard")]
 CALLERS = ChunkPolicy.of_elements(100_000)
@@ -57,3 +58,15 @@ def test_a_named_chunk_size_keeps_the_depth_of_the_policy() -> None:
         found = spec.schedule(0, 2, in_place=True, chunking=policy).buffers.values()
         wires = sum(buffer.size for buffer in found if buffer.dtype is None)
         assert wires == 4 * policy.depth * 4096  # 3 n - 2 rows of slots
+
+
+@pytest.mark.parametrize("codec", ["none", "minmax8", "minmax1"])
+@pytest.mark.parametrize("size", [2, 8])
+def test_large_named_chunks_have_fewer_slots(size: int, codec: str) -> None:
+    """All wire slots together take what the policy allows, or three slots per peer."""
+    for chunk in (16 << 10, 256 << 10, 1 << 20):
+        spec = AllReduceSpec.from_arguments(size * 40 * chunk, "float32", codec, chunk, algorithm="two_round")
+        found = spec.schedule(0, size, in_place=True, chunking=BETWEEN_SITES).buffers.values()
+        wires = sum(buffer.size for buffer in found if buffer.dtype is None)
+        three = DEFAULT_DEPTH * (3 * size - 2) * (spec.codec.encoded_nbytes(chunk, FLOAT32) + ALIGNMENT)
+        assert wires <= max(BETWEEN_SITES.slots, three)
