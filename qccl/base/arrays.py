@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from qccl.base import dtypes
-from qccl.base.dtypes import BFLOAT16, DType
+from qccl.base.dtypes import BFLOAT16, BYTES, DType
 from qccl.base.errors import ArgumentError, InvalidBufferError
 from qccl.base.scalars import as_integer
 from qccl.base.tensors import check_values, is_tensor, storage_of
@@ -281,6 +281,10 @@ def _element_type(found: str, wanted: DType | None, what: str) -> DType:
     names = [d.name for d in dtypes.DTYPES]
     if wanted is BFLOAT16 and found == "uint16":
         return BFLOAT16
+    if wanted is BYTES:
+        if found != "uint8":
+            raise InvalidBufferError(f"{what} has element type {found}, and bytes are needed; pass a view as uint8")
+        return BYTES
     if found not in names:
         hint = (
             'for bfloat16 held in uint16 pass dtype="bfloat16"' if found == "uint16" else "convert it to one of these"

@@ -9,7 +9,7 @@ from typing import Any
 from qccl.base.errors import ArgumentError
 from qccl.base.scalars import as_integer
 
-__all__ = ["BFLOAT16", "DTYPES", "FLOAT16", "FLOAT32", "DType", "DTypeLike", "get"]
+__all__ = ["BFLOAT16", "BYTES", "DTYPES", "FLOAT16", "FLOAT32", "DType", "DTypeLike", "get"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ FLOAT32 = DType("float32", 4, 0, 7, 23, -126)
 FLOAT16 = DType("float16", 2, 1, 6, 10, -14)
 BFLOAT16 = DType("bfloat16", 2, 2, 9, 7, -126)
 DTYPES = (FLOAT32, FLOAT16, BFLOAT16)
+#: the type of arrays that hold codes (codecs.Encoded), which have no arithmetic
+BYTES = DType("uint8", 1, 3, 1, 0, 0)
 
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES} | {"float": FLOAT32, "half": FLOAT16}
 _BY_NCCL = {dtype.nccl: dtype for dtype in DTYPES}

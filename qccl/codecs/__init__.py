@@ -13,6 +13,7 @@ from qccl.codecs.base import BucketCodec, Codec
 from qccl.codecs.blocks import MXFP4, MXFP8, NVFP4, Levels
 from qccl.codecs.cast import Cast
 from qccl.codecs.dithering import Dithering
+from qccl.codecs.encoded import Encoded
 from qccl.codecs.feedback import Decorator, ErrorFeedback, Momentum
 from qccl.codecs.minmax import MinMax
 from qccl.codecs.none import NoCodec
@@ -23,7 +24,7 @@ from qccl.codecs.sparse import RandomK, TopK
 from qccl.codecs.trellis import Trellis
 
 __all__ = ["CODECS", "DECORATORS", "MXFP4", "MXFP8", "NVFP4", "BucketCodec", "Cast", "Codec", "Dithering"]
-__all__ += ["ErrorFeedback", "Levels", "MinMax", "Momentum", "NoCodec", "OneBit", "PythonCodec", "RandomK"]
+__all__ += ["Encoded", "ErrorFeedback", "Levels", "MinMax", "Momentum", "NoCodec", "OneBit", "PythonCodec", "RandomK"]
 __all__ += ["TopK", "Trellis", "TwoRounds"]
 __all__ += ["examples", "get", "identity", "is_name"]
 

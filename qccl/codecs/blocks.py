@@ -21,7 +21,7 @@ from qccl.codecs.checks import check_bucket, check_choice, check_integer, check_
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["MXFP4", "MXFP8", "NVFP4", "Levels"]
+__all__ = ["MXFP4", "MXFP8", "NVFP4", "Levels", "NVFP4Codes"]
 
 #: an array; the type checker cannot follow NumPy's arithmetic
 _Values = Any
@@ -320,3 +320,10 @@ class NVFP4(_Blocks):
 
     def _gap(self, position: _Values) -> _Values:
         return _half_place(position, 1, 0, 6.0)
+
+
+class NVFP4Codes(NVFP4):
+    """The codes and scales of NVFP4 alone: the wire of an Encoded, whose tensor scale is not on the wire."""
+
+    number_nbytes: ClassVar[int] = 0
+    _format = 7

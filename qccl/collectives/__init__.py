@@ -19,6 +19,7 @@ from qccl.collectives.allreduce import AllReduceSpec
 from qccl.collectives.arguments import CodecLike
 from qccl.collectives.broadcast import BroadcastSpec
 from qccl.collectives.coalesced import CoalescedSpec, HierarchicalCoalescedSpec
+from qccl.collectives.encoded import EncodedAllGatherSpec, EncodedAllToAllSpec
 from qccl.collectives.hierarchical import HierarchicalSpec
 from qccl.collectives.peer_exchange import PeerExchangeSpec
 from qccl.collectives.reduce import ReduceSpec
@@ -36,6 +37,8 @@ __all__ = [
     "Call",
     "CoalescedSpec",
     "CollectiveSpec",
+    "EncodedAllGatherSpec",
+    "EncodedAllToAllSpec",
     "HierarchicalCoalescedSpec",
     "HierarchicalSpec",
     "PeerExchangeSpec",

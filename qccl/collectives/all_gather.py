@@ -28,9 +28,9 @@ class AllGatherSpec(PartsSpec):
     whole = "output"
 
     @classmethod
-    def from_arguments(cls, *shared: Any, counts: Sequence[int] | None = None) -> Self:
+    def from_arguments(cls, *shared: Any, counts: Sequence[int] | None = None, **own: Any) -> Self:
         """See CollectiveSpec; ``counts``: the lengths of the parts."""
-        return cls.checked(*shared, parts=parts_of(counts))
+        return cls.checked(*shared, parts=parts_of(counts), **own)
 
     def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
         """See CollectiveSpec."""

@@ -33,13 +33,17 @@ class AllToAllSpec(CollectiveSpec):
 
     @classmethod
     def from_arguments(
-        cls, *shared: Any, send_counts: Sequence[int] | None = None, recv_counts: Sequence[int] | None = None
+        cls,
+        *shared: Any,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        **own: Any,
     ) -> Self:
         """See CollectiveSpec; the counts are the lengths of the parts for and from each rank."""
         if (send_counts is None) != (recv_counts is None):
             raise ArgumentError("send_counts and recv_counts belong together; give both, or neither if all are equal")
         sends, receives = parts_of(send_counts, "send_counts"), parts_of(recv_counts, "recv_counts")
-        return cls.checked(*shared, sends=sends, receives=receives)
+        return cls.checked(*shared, sends=sends, receives=receives, **own)
 
     def _shown(self) -> dict[str, Any]:
         shown = CollectiveSpec._shown(self)

@@ -53,6 +53,11 @@ class Call:
 
     def find(self, array: Any, what: str, *, writable: bool = True) -> Values:
         """The memory of one of the arrays, which is named ``what`` in errors. Raises InvalidBufferError."""
+        if isinstance(array, codecs.Encoded):
+            raise ArgumentError(
+                f"{what} is an Encoded, which this call does not take: quantized_all_gather and quantized_all_to_all "
+                f"send it as x. Pass its values with codec={array.format!r}, which sums them in fp32"
+            )
         if self.count is None:
             found = self.memory.from_array(array, dtype=self.dtype, writable=writable, what=what)
             self.dtype = found.dtype

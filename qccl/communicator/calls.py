@@ -12,6 +12,7 @@ from qccl.base.arrays import Memory, Values, check_listed, refuse_nonfinite, tex
 from qccl.base.errors import ArgumentError
 from qccl.base.guard import guarded
 from qccl.base.tensors import is_tensor
+from qccl.codecs import Encoded
 from qccl.collectives import (
     AllGatherSpec,
     AllReduceSpec,
@@ -20,6 +21,8 @@ from qccl.collectives import (
     Call,
     CoalescedSpec,
     CollectiveSpec,
+    EncodedAllGatherSpec,
+    EncodedAllToAllSpec,
     HierarchicalSpec,
     PeerExchangeSpec,
     ReduceScatterSpec,
@@ -189,7 +192,13 @@ class Collectives:
         ``counts`` are the elements of each rank's part; None means equal parts. ``x`` may be this rank's part of
         ``out`` itself. All ranks get the same bits: each replaces its own part by the values that the others decode.
         Other arguments: see quantized_allreduce. Returns ``out``, or its Work.
+
+        ``x`` may be a codecs.Encoded: its bytes are sent without being encoded again. Then ``out`` is an array, which
+        receives the decoded values, or an Encoded that shares no memory with ``x``; parts are multiples of 128 elements
+        (64 with NVFP4), and ``codec`` is left out.
         """
+        if type(x) is Encoded or type(out) is Encoded:
+            return self._call(_GATHER_ENCODED, *_of_encoded(x, out, (counts,), options), out)
         return self._call(_ALL_GATHER, (x, out), (counts,), options, out)
 
     @_ALL_TO_ALL.accepts(ArrayOptions)
@@ -206,8 +215,10 @@ class Collectives:
 
         ``send_counts`` and ``recv_counts`` are the elements that this rank sends to and receives from each rank; None
         means equal parts. A rank's part for itself is copied exactly. Other arguments: see quantized_allreduce. Returns
-        ``out``, or its Work.
+        ``out``, or its Work. ``x`` and ``out`` may be Encoded, as in quantized_all_gather.
         """
+        if type(x) is Encoded or type(out) is Encoded:
+            return self._call(_EXCHANGE_ENCODED, *_of_encoded(x, out, (send_counts, recv_counts), options), out)
         return self._call(_ALL_TO_ALL, (x, out), (send_counts, recv_counts), options, out)
 
     @_BROADCAST.accepts(ResultArrayOptions)
@@ -403,6 +414,26 @@ class Collectives:
         for spec in specs:
             check_key(spec.codec, key)
         return self._chooser.choose(specs, self.nodes, stream)
+
+
+_GATHER_ENCODED = _ALL_GATHER.variant(EncodedAllGatherSpec, "tensor_scale", "decodes")
+_EXCHANGE_ENCODED = _ALL_TO_ALL.variant(EncodedAllToAllSpec, "tensor_scale", "decodes")
+
+
+def _of_encoded(
+    x: Any, out: Any, own: tuple[Any, ...], options: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
+    """The arrays, own arguments and options of a call that sends an Encoded."""
+    if not isinstance(x, Encoded):
+        raise ArgumentError("out is an Encoded, and x is not; encode x first, or pass an array as out")
+    x.check_output(out)
+    if "codec" in options:
+        raise ArgumentError(f"codec={options['codec']!r} is not possible: x is {x.format} already; leave codec out")
+    decodes = not isinstance(out, Encoded)
+    if not decodes and options.get("nonfinite", "propagate") != "propagate":
+        raise ArgumentError('nonfinite="error" needs decoded values: pass an array as out, or leave nonfinite out')
+    arrays = (x.codes, x.scales, out) if decodes else (x.codes, x.scales, out.codes, out.scales)
+    return arrays, (*own, x.tensor_scale, decodes), {**options, "codec": x.codec}
 
 
 def _request(how: CallOptions) -> Request:

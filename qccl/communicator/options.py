@@ -110,6 +110,12 @@ class Method:
 
         return decorate
 
+    def variant(self, spec: type[CollectiveSpec], *more: str) -> Method:
+        """The same function's calls that another spec checks, with ``more`` arguments of its own."""
+        method = Method(spec, *self.own, *more)
+        method.name, method.parameters = self.name, self.parameters
+        return method
+
     def complete(self, own: Sequence[Any], options: Mapping[str, Any]) -> tuple[CallOptions, dict[str, Any]]:
         """Return all options of a call, with defaults for missing ones; and the arguments ``own``, by their names.
 

@@ -200,6 +200,23 @@ struct TensorScale {
   }
 };
 
+// The same for a tensor whose number is not on the wire: E4M3 alone.
+struct PlainScale {
+  static constexpr u32 number_nbytes = 0;
+  static constexpr i32 zero = 0, nan = 0x7f;
+  using Table = TensorScale::Table;
+
+  QCCL_FN float number(i32) { return 1.0f; }
+  template <class F>
+  QCCL_FN auto code(const F& wanted, const BlockFrame&) {
+    return Table::code(wanted * (1.0f / 6.0f));
+  }
+  template <class I>
+  QCCL_FN auto scale(const I& code, const BlockFrame&) {
+    return Table::value(code);
+  }
+};
+
 template <class TableType, class ScaleType>
 struct BlockFormat {
   using Table = TableType;
@@ -223,6 +240,8 @@ template <>
 struct FormatOf<5> : BlockFormat<FloatTable<2, 1>, PowerScale<2>> {};  // mxfp4
 template <>
 struct FormatOf<6> : BlockFormat<FloatTable<2, 1>, TensorScale> {};  // nvfp4
+template <>
+struct FormatOf<7> : BlockFormat<FloatTable<2, 1>, PlainScale> {};  // nvfp4 of an Encoded
 
 // The least squares of a block's scale: its factor. sums[k] is the sum, and counts[k] the number, of the values above edge(k), that
 // is of all values if k is 0. Values are magnitudes in units of the first scale, as integers in units of 1 / kFitUnit, so that
@@ -252,7 +271,7 @@ struct Blocks : CodecDefaults {
   template <class T>
   QCCL_FN u64 meta_nbytes(const BucketOptions& options, u64 n) {
     const u32 format = options.options[0], block = options.options[1];
-    const bool has_number = format != 0 && format != 1 && format != 5;
+    const bool has_number = format != 0 && format != 1 && format != 5 && format != 7;
     return (has_number ? 4 : 0) + ((n + block - 1) / block + 3) / 4 * 4;
   }
 };

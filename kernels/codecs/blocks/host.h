@@ -360,7 +360,8 @@ void with_block_loops(const BucketOptions& options, const Body& body) {
     case 3: return with_rows<3>(block, body);
     case 4: return with_rows<4>(block, body);
     case 5: return with_loops<5, 2>(body);
-    default: return with_loops<6, 1>(body);
+    case 6: return with_loops<6, 1>(body);
+    default: return with_loops<7, 1>(body);
   }
 }
 

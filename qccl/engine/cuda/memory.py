@@ -38,7 +38,7 @@ _NO_ORDER = -1
 _NONE, _SCAN_BLOCKS = 2**64 - 1, 1024
 #: the most allocations that are remembered as checked
 _CHECKED = 1024
-_ELEMENTS = {"<f4": "float32", "<f2": "float16", "<u2": "uint16"}
+_ELEMENTS = {"<f4": "float32", "<f2": "float16", "<u2": "uint16", "|u1": "uint8"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,200 @@
+"""All-gather and all-to-all of tensors that are already encoded: the wire is a copy of their codes and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qccl.base.arrays import Values, check_disjoint
+from qccl.base.dtypes import BYTES, FLOAT32
+from qccl.base.errors import ArgumentError
+from qccl.codecs.blocks import MXFP4, MXFP8, NVFP4
+from qccl.codecs.none import NoCodec
+from qccl.collectives.all_gather import AllGatherSpec
+from qccl.collectives.all_to_all import AllToAllSpec
+from qccl.collectives.chunks import ChunkPolicy
+from qccl.collectives.operands import Arrays, CallerBuffers, RankGroup
+from qccl.collectives.partitions import Segment, partition_as_given
+from qccl.collectives.rounds import assemble, merged, pipeline
+from qccl.collectives.schedule import Buffer, Decode, Encode, Op, Reduce, Role, Schedule, Span
+from qccl.collectives.spec import Binding, Call, CollectiveSpec
+from qccl.collectives.wire import ByChunk, Encoding, Slots, exchange, to_all
+
+__all__ = ["EncodedAllGatherSpec", "EncodedAllToAllSpec"]
+
+_COPY = NoCodec()
+#: bytes of a word: codes and scales are copied as float32, whose bits the codec none keeps
+_WORD = FLOAT32.itemsize
+
+
+class _Encoded(CollectiveSpec):
+    """The part that both calls share: the arrays are "input" (codes), "input scales", and the same of the output.
+
+    Attributes:
+        tensor_scale: the factor of decoded values, or None.
+        decodes: the output is an array of values, not an Encoded.
+    """
+
+    __slots__ = ()  # a base of classes with slots of their own
+
+    tensor_scale: float | None
+    decodes: bool
+
+    @property
+    def _format(self) -> MXFP8 | MXFP4 | NVFP4:
+        assert isinstance(self.codec, MXFP8 | MXFP4 | NVFP4)
+        return self.codec
+
+    @classmethod
+    def named(cls, call: Call) -> dict[str, Values]:
+        """Find the arrays, and check that codes and scales belong to whole numbers of elements."""
+        (codec,), outputs = call.codecs, call.arrays[2:]
+        assert isinstance(codec, MXFP8 | MXFP4 | NVFP4)
+        arrays = _bytes_of(call, codec, call.arrays[:2], "x", writable=False)
+        if call.own["decodes"]:
+            return {"input": arrays[0], "input scales": arrays[1], "output": call.find(outputs[0], "out")}
+        target = _bytes_of(call, codec, outputs, "out", writable=True)
+        return dict(zip(("input", "input scales", "output", "output scales"), (*arrays, *target), strict=True))
+
+    @classmethod
+    def from_call(cls, call: Call) -> tuple[list[Any], dict[str, Values]]:
+        """See CollectiveSpec; the count is in elements, and an Encoded has no element type but float32's words."""
+        arrays = cls.named(call)
+        whole, (codec,) = arrays[cls.whole], call.codecs
+        count = whole.count
+        if cls.whole == "input" or not call.own["decodes"]:
+            count = count * _WORD * 8 // codec.code_bits  # type: ignore[union-attr]  # of the codec of an Encoded
+        return cls._with_codecs(call, arrays, count, arrays["output"].dtype.name, whole.order), arrays
+
+    def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
+        """Check that the output overlaps neither the input nor itself: the call is never in place."""
+        outputs = [values for name, values in arrays.items() if name.startswith("output")]
+        check_disjoint(outputs, [values for name, values in arrays.items() if name.startswith("input")])
+        return Binding(False, {name: values.address for name, values in arrays.items()})
+
+    def _words(self, name: str, start: int, stop: int) -> tuple[Span, Span]:
+        """The codes and the scales of elements of an Encoded. Raises ArgumentError for parts of a word."""
+        block, bits = self._format.block, self._format.code_bits
+        if start % (block * _WORD) or stop % (block * _WORD):
+            raise ArgumentError(
+                f"{self.name} of {self.codec.name} codes: the parts of the ranks must be multiples of {block * _WORD} "
+                f"elements, 4 bytes of scales, and one is elements {start} to {stop} of {name}; pad the tensor, or let "
+                f"qccl encode its values: codec={self.codec.name!r}"
+            )
+        word = _WORD * 8
+        codes = Span(name, start * bits // word, stop * bits // word)
+        return codes, Span(f"{name} scales", start // block // _WORD, stop // block // _WORD)
+
+    def _buffers(self, sent: int, received: int, counts: Sequence[int]) -> CallerBuffers:
+        declared = {}
+        for name, count, role in (("input", sent, Role.INPUT), ("output", received, Role.OUTPUT)):
+            if self.decodes and role is Role.OUTPUT:
+                declared[name] = Buffer(count, self.dtype, role)
+            else:
+                declared |= {span.buffer: Buffer(span.stop, FLOAT32, role) for span in self._words(name, 0, count)}
+        return CallerBuffers(self.dtype, tuple(counts), Arrays(("input",)), Arrays(("output",)), declared)
+
+    def _pack(self, slots: Slots, peer: int, first: int) -> ByChunk:
+        """Copy a part's codes and scales to its slots; the input begins with element ``first`` of the vector."""
+        ops: list[list[Op]] = [[] for _ in slots.wires]
+        for segment, wire in zip(slots.encoding.segments[slots.parts[peer]], slots.spans(peer), strict=True):
+            for source, piece in _paired(self._words("input", segment.start - first, segment.stop - first), wire):
+                ops[segment.chunk].append(Encode(_COPY, source, piece, 0))
+        return ops
+
+    def _unpack(self, slots: Slots, peer: int, segments: Sequence[Segment]) -> ByChunk:
+        """Decode, or copy, the wires of a peer to ``segments`` of the output."""
+        ops: list[list[Op]] = [[] for _ in slots.wires]
+        for segment, wire in zip(segments, slots.spans(peer), strict=True):
+            ops[segment.chunk] += self._unpacked(wire, segment)
+        return ops
+
+    def _unpacked(self, wire: Span, segment: Segment) -> Iterator[Op]:
+        if not self.decodes:
+            for target, piece in _paired(self._words("output", segment.start, segment.stop), wire):
+                yield Decode(_COPY, piece, target)
+        elif self.tensor_scale is None:
+            yield Decode(self.codec, wire, Span("output", segment.start, segment.stop))
+        else:
+            target = Span("output", segment.start, segment.stop)
+            yield Reduce(self.codec, (wire,), None, 0, None, target, scale=self.tensor_scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedAllGatherSpec(_Encoded, AllGatherSpec):
+    """Arguments of quantized_all_gather of an Encoded."""
+
+    tensor_scale: float | None
+    decodes: bool
+
+    def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
+        """See CollectiveSpec."""
+        lengths = self.lengths(size)
+        return self._buffers(lengths[rank], sum(lengths), lengths)
+
+    def _schedule(self, group: RankGroup, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+        encoding = Encoding(
+            partition_as_given(buffers.counts, self.codec, chunking), self.codec, self.dtype, chunking.depth
+        )
+        rank, segments = group.rank, encoding.segments
+        send = Slots(encoding, "gather.send", {rank: rank})
+        recv = Slots(encoding, "gather.recv", {other: other for other in group.others})
+        packed = self._pack(send, rank, sum(buffers.counts[:rank]))
+        own = self._unpack(send, rank, segments[rank])
+        others = merged(*[self._unpack(recv, other, segments[other]) for other in group.others])
+        moved = exchange(to_all(group.others, send), recv.wires)
+        ops = pipeline((0, merged(packed, moved)), (0, own), (encoding.lag, others))
+        return assemble("all_gather", group, buffers, ops, send, recv)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedAllToAllSpec(_Encoded, AllToAllSpec):
+    """Arguments of quantized_all_to_all of an Encoded."""
+
+    tensor_scale: float | None
+    decodes: bool
+
+    def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
+        """See CollectiveSpec."""
+        sends, receives = self.lengths(rank, size)
+        return self._buffers(sum(sends), sum(receives), (*sends, *receives))
+
+    def _schedule(self, group: RankGroup, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+        rank, counts = group.rank, self.lengths(group.rank, group.size)
+        out, back = (
+            Encoding(partition_as_given(each, self.codec, chunking), self.codec, self.dtype, chunking.depth)
+            for each in counts
+        )
+        send = Slots(out, "send", {peer: peer for peer in group.ranks})
+        recv = Slots(back, "recv", {peer: peer for peer in group.others})
+        sent = [{peer: span for peer, span in wires.items() if peer != rank} for wires in send.wires]
+        packed = merged(*[self._pack(send, peer, 0) for peer in group.ranks])
+        own = self._unpack(send, rank, back.segments[rank])
+        others = merged(*[self._unpack(recv, peer, back.segments[peer]) for peer in group.others])
+        ops = pipeline((0, merged(packed, exchange(sent, recv.wires))), (0, own), (out.lag, others))
+        return assemble("all_to_all", group, buffers, ops, send, recv)
+
+
+def _paired(words: tuple[Span, Span], wire: Span) -> Iterable[tuple[Span, Span]]:
+    """Codes and scales, each with its place in the wire of a chunk: the codes come first, and nothing between."""
+    middle = wire.start + len(words[0]) * _WORD
+    return zip(words, (Span(wire.buffer, wire.start, middle), Span(wire.buffer, middle, wire.stop)), strict=True)
+
+
+def _bytes_of(
+    call: Call, codec: MXFP8 | MXFP4 | NVFP4, arrays: Sequence[Any], what: str, *, writable: bool
+) -> list[Values]:
+    """The words of the codes and the scales of an Encoded. Raises ArgumentError if their sizes do not fit."""
+    names = f"{what}.codes", f"{what}.scales"
+    codes, scales = (
+        call.memory.from_array(array, dtype=BYTES, writable=writable, what=name)
+        for array, name in zip(arrays, names, strict=True)
+    )
+    count = codes.count * 8 // codec.code_bits
+    if count % (codec.block * _WORD) or scales.count * codec.block != count:
+        raise ArgumentError(
+            f"{names[0]} has {codes.count} bytes, {count} elements, and {names[1]} {scales.count} bytes; a scale "
+            f"belongs to {codec.block} elements, and there must be a multiple of 4 scales; pad the tensor"
+        )
+    return [replace(each, count=each.count // _WORD, dtype=FLOAT32) for each in (codes, scales)]
