@@ -357,10 +357,11 @@ def _times(document: Document) -> Iterator[tuple[str, ...]]:
     fp32 = {row["link"]: row for row in _behind_links(document) if row["method"] == "fp32"}
     for row in _behind_links(document):
         seconds, first = (_seconds_to_target(document, each) for each in (row, fp32[row["link"]]))
+        without = _NOT_REACHED if _steps(document, row["method"]) else NOT_MEASURED
         yield (
             *_timed(document, row),
-            f"{seconds:.0f}" if seconds else _NOT_REACHED,
-            f"{first / seconds:.1f}" if seconds and first else _NOT_REACHED,
+            f"{seconds:.0f}" if seconds else without,
+            f"{first / seconds:.1f}" if seconds and first else without,
         )
 
 
