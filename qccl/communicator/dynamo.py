@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 __all__ = ["not_traced", "skip_tracing"]
 
 _T = TypeVar("_T")
-_REASON = "qccl's calls run outside of compiled graphs; leave fullgraph=True out"
+_REASON = "qccl's calls run outside of compiled graphs; leave fullgraph=True out, or use the operators torch.ops.qccl"
 #: functions that have not been marked yet
 _functions: list[FunctionType] = []
 

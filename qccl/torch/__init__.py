@@ -7,7 +7,9 @@ from qccl.torch.compression import Compression
 from qccl.torch.ddp import compress
 from qccl.torch.fsdp import AllGather, ReduceScatter
 from qccl.torch.hsdp import AllReduce
+from qccl.torch.ops import register_group
 from qccl.torch.options import Options
 from qccl.torch.process_group import ProcessGroupQccl
 
 __all__ = ["AllGather", "AllReduce", "Compression", "Options", "ProcessGroupQccl", "ReduceScatter", "compress"]
+__all__ += ["register_group"]

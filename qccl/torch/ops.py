@@ -1,0 +1,174 @@
+"""Collectives as operators of PyTorch, ``torch.ops.qccl``, which torch.compile() and torch.export() keep in graphs.
+
+A graph holds no objects, so an operator takes the name of a group, which register_group() gives to a communicator.
+
+The ranks must make their calls in the same order. A compiler takes an operator for a pure function: it drops a call
+whose result is not used, makes one call of two equal ones, and changes the order of others. So the operators are
+registered with an ordered effect, which keeps each call in its place, in backward passes, too. PyTorch allows no effect
+for operators that mutate: all_reduce_ is therefore a composite of all_reduce and copy_, in eager programs as well.
+
+Gradients are those of PyTorch's functional collectives, and belong to the sum of all ranks' losses.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+from qccl.base.errors import ArgumentError
+from qccl.collectives.arguments import lossiest, op_of
+from qccl.communicator.communicator import Communicator
+from qccl.torch.fsdp import checked_communicator
+
+__all__ = ["register_group"]
+
+_groups: dict[str, weakref.ref[Communicator]] = {}
+_library = torch.library.Library("qccl", "FRAGMENT")  # the operators exist as long as this object
+
+
+def register_group(name: str, comm: Communicator) -> None:
+    """Give a communicator a name, by which the operators ``torch.ops.qccl`` of compiled programs find it.
+
+    Each rank names its own communicator; ranks that are threads of one process need different names. The name does not
+    keep the communicator alive. When it is closed or has failed, another one, such as shrink() makes, may get the name,
+    and compiled programs go on with that. Raises ArgumentError for the name of another group that is still usable.
+    """
+    if not isinstance(name, str):
+        raise ArgumentError(f"the name of a group must be a string, such as 'tp', not {name!r}")
+    checked_communicator(comm)
+    other = _find(name)
+    if other is not None and other is not comm and not other._session.end.is_over:
+        raise ArgumentError(f"{other!r} has the name {name!r} already; close it first, or give {comm!r} another name")
+    _groups[name] = weakref.ref(comm)
+
+
+def _find(name: str) -> Communicator | None:
+    """The communicator with this name, unless it is closed or deleted."""
+    comm = _groups[name]() if name in _groups else None
+    return None if comm is None or comm._session.end.closed else comm
+
+
+def _group(name: str, size: int | None = None) -> Communicator:
+    """The communicator with this name. Raises ArgumentError if there is none, or if it has not ``size`` ranks."""
+    comm = _find(name)
+    if comm is None:
+        state = "is closed" if name in _groups else "does not exist"
+        raise ArgumentError(
+            f"the group {name!r} {state}; make a communicator and name it, qccl.torch.register_group({name!r}, comm), "
+            f"before a program calls the group"
+        )
+    if size is not None and size != comm.size:
+        raise ArgumentError(
+            f"this call was written for group_size={size}, and the group {name!r} has {comm.size} ranks; pass "
+            f"group_size=comm.size, and compile or export again with that"
+        )
+    return comm
+
+
+@functools.cache
+def _stateless(codec: str) -> str:
+    """Return ``codec``. Raises ArgumentError for a codec that keeps state."""
+    found = lossiest(codec)
+    if found.state_names:
+        raise ArgumentError(
+            f"operators keep no state, and {codec!r} does; use {found.plain.spec()!r}, or call "
+            f"comm.quantized_allreduce(x, codec={codec!r}, key=...) outside of the graph"
+        )
+    return codec
+
+
+# -- kernels, from whose arguments PyTorch's schemas are made --------------------------------------------------------
+
+
+def _all_reduce(x: torch.Tensor, group_name: str, codec: str = "minmax8", op: str = "sum") -> torch.Tensor:
+    out = _like(x)
+    _group(group_name).quantized_allreduce(x.contiguous(), out, codec=_stateless(codec), op=op)
+    return out
+
+
+def _all_reduce_(x: torch.Tensor, group_name: str, codec: str = "minmax8", op: str = "sum") -> None:
+    x.copy_(torch.ops.qccl.all_reduce(x, group_name, codec, op))
+
+
+def _reduce_scatter(
+    x: torch.Tensor, group_size: int, group_name: str, codec: str = "minmax8", op: str = "sum"
+) -> torch.Tensor:
+    out = _part(x, group_size)
+    _group(group_name, group_size).quantized_reduce_scatter(x.contiguous(), out, codec=_stateless(codec), op=op)
+    return out
+
+
+def _all_gather(x: torch.Tensor, group_size: int, group_name: str, codec: str = "minmax8") -> torch.Tensor:
+    out = _whole(x, group_size)
+    _group(group_name, group_size).quantized_all_gather(x.contiguous(), out, codec=_stateless(codec))
+    return out
+
+
+# -- their outputs, which the fake operators return as they are ------------------------------------------------------
+
+
+def _like(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _part(x: torch.Tensor, group_size: int, *_: Any) -> torch.Tensor:
+    rows, *others = x.shape or (1,)
+    if rows % group_size:
+        raise ArgumentError(
+            f"the first dimension of reduce_scatter's tensor, {tuple(x.shape)}, must be a multiple of "
+            f"group_size={group_size}: each rank gets an equal part; pad the tensor"
+        )
+    return x.new_empty((rows // group_size, *others))
+
+
+def _whole(x: torch.Tensor, group_size: int, *_: Any) -> torch.Tensor:
+    rows, *others = x.shape or (1,)
+    return x.new_empty((group_size * rows, *others))
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+def _keep_arguments(ctx: Any, inputs: Sequence[Any], output: torch.Tensor) -> None:
+    ctx.arguments = inputs[1:]
+
+
+def _all_reduce_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    _check_linear(ctx.arguments[-1])
+    return torch.ops.qccl.all_reduce(gradient, *ctx.arguments), None, None, None
+
+
+def _reduce_scatter_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    group_size, group_name, codec, op = ctx.arguments
+    _check_linear(op)
+    gathered = torch.ops.qccl.all_gather(gradient, group_size, group_name, codec)
+    return gathered if op_of(op) == "sum" else gathered / group_size, None, None, None, None
+
+
+def _all_gather_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return torch.ops.qccl.reduce_scatter(gradient, *ctx.arguments), None, None, None
+
+
+def _check_linear(op: str) -> None:
+    if op_of(op) in ("min", "max"):
+        raise ArgumentError(f"op={op!r} has no gradient; use op='sum' or 'avg', or x.detach()")
+
+
+for _name, _kernel, _fake, _backward in (
+    ("all_reduce", _all_reduce, _like, _all_reduce_backward),
+    ("reduce_scatter", _reduce_scatter, _part, _reduce_scatter_backward),
+    ("all_gather", _all_gather, _whole, _all_gather_backward),
+):
+    _library.define(torch.library.infer_schema(_kernel, op_name=_name, mutates_args=()))
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"qccl::{_name}", _fake, lib=_library)
+    torch.library.register_autograd(f"qccl::{_name}", _backward, setup_context=_keep_arguments, lib=_library)
+    _register_effectful_op(getattr(torch.ops.qccl, _name).default, _EffectType.ORDERED)
+
+_library.define(torch.library.infer_schema(_all_reduce_, op_name="all_reduce_", mutates_args=("x",)))
+_library.impl("all_reduce_", _all_reduce_, "CompositeImplicitAutograd")
