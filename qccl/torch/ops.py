@@ -13,8 +13,9 @@ Gradients are those of PyTorch's functional collectives, and belong to the sum o
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def _all_gather(x: torch.Tensor, group_size: int, group_name: str, codec: str = 
     return out
 
 
-# -- their outputs, which the fake operators return as they are ------------------------------------------------------
+# -- their outputs; PyTorch's compilers make only these --------------------------------------------------------------
 
 
 def _like(x: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -129,6 +130,35 @@ def _part(x: torch.Tensor, group_size: int, *_: Any) -> torch.Tensor:
 def _whole(x: torch.Tensor, group_size: int, *_: Any) -> torch.Tensor:
     rows, *others = x.shape or (1,)
     return x.new_empty((group_size * rows, *others))
+
+
+# -- the order of calls in Inductor's programs -----------------------------------------------------------------------
+
+
+def _fake(output: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """Make the output of a call for a compiler, and let Inductor, if it is loaded, keep the order of calls."""
+    lowerings = getattr(sys.modules.get("torch._inductor.lowering"), "lowerings", {})
+    for operator in (torch.ops.qccl.all_reduce, torch.ops.qccl.reduce_scatter, torch.ops.qccl.all_gather):
+        lowerings[operator.default] = functools.partial(_lower, operator.default)
+    return output(*arguments)
+
+
+def _lower(operator: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Lower a call as Inductor does, and let it run after the previous one.
+
+    Inductor of PyTorch 2.13 loses this dependency between operators with an effect: it records the name of a buffer
+    where its scheduler reads the name of an operation (pytorch/pytorch#189209), and then reorders calls to save memory.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    graph = V.graph
+    first, previous = len(graph.operations), graph.effectful_ops.get(_EffectType.ORDERED)
+    output = ir.FallbackKernel.create(operator, *arguments, **keywords)
+    if previous is not None:
+        for each in graph.operations[first:]:
+            graph.additional_buffer_deps[each.get_operation_name()].add(previous.get_name())
+    return torch.utils._pytree.tree_map_only(ir.IRNode, lambda node: node.wrap_for_lowering(), output)
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
@@ -159,14 +189,14 @@ def _check_linear(op: str) -> None:
         raise ArgumentError(f"op={op!r} has no gradient; use op='sum' or 'avg', or x.detach()")
 
 
-for _name, _kernel, _fake, _backward in (
+for _name, _kernel, _output, _backward in (
     ("all_reduce", _all_reduce, _like, _all_reduce_backward),
     ("reduce_scatter", _reduce_scatter, _part, _reduce_scatter_backward),
     ("all_gather", _all_gather, _whole, _all_gather_backward),
 ):
     _library.define(torch.library.infer_schema(_kernel, op_name=_name, mutates_args=()))
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"qccl::{_name}", _fake, lib=_library)
+    torch.library.register_fake(f"qccl::{_name}", functools.partial(_fake, _output), lib=_library)
     torch.library.register_autograd(f"qccl::{_name}", _backward, setup_context=_keep_arguments, lib=_library)
     _register_effectful_op(getattr(torch.ops.qccl, _name).default, _EffectType.ORDERED)
 

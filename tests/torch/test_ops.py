@@ -20,10 +20,6 @@ from qccl.torch import register_group
 pytestmark = pytest.mark.starts_first
 
 OPS = torch.ops.qccl
-#: no graphs of earlier runs, which another version of the operators may have made
-NO_GRAPHS = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
-#: the compiler itself runs in the rank's process, and not in 2 others
-COMPILER = {"TORCHINDUCTOR_COMPILE_THREADS": "1", **NO_GRAPHS}
 
 
 def named(comm: qccl.Communicator) -> str:
@@ -178,6 +174,14 @@ class RowParallel(torch.nn.Module):
 
 def connected() -> qccl.Communicator:
     """The communicator "tp" of the process group; its timeout lets another rank compile on a busy machine."""
+    inductor = torch._inductor.config
+    inductor.fx_graph_cache = False  # it may have graphs of other versions of the operators
+    torch._functorch.config.enable_autograd_cache = False
+    inductor.compile_threads = 1
+    # C++ that is compiled in 4 seconds in place of 15
+    inductor.cpp.vec_isa_ok = inductor.cpp_cache_precompile_headers = False
+    inductor.aot_inductor.precompile_headers, inductor.aot_inductor.compile_wrapper_opt_level = False, "O0"
+
     comm = qccl.Communicator.from_torch(timeout=3600)
     register_group("tp", comm)
     torch.manual_seed(comm.rank)
@@ -185,7 +189,7 @@ def connected() -> qccl.Communicator:
 
 
 @pytest.mark.slow
-@processes.on_ranks(2, **COMPILER)
+@processes.on_ranks(2)
 def test_a_compiled_layer_gives_the_eager_bits() -> None:
     """By Inductor on one rank; and it goes on with a later group of the same name, without another compilation."""
     with connected() as comm, torch.inference_mode():
@@ -203,7 +207,7 @@ def test_a_compiled_layer_gives_the_eager_bits() -> None:
 
 
 @pytest.mark.slow
-@processes.on_ranks(2, **COMPILER)
+@processes.on_ranks(2)
 def test_a_compiled_rank_makes_all_calls_in_the_order_of_an_eager_one() -> None:
     """Otherwise the ranks' calls, which have different sizes, would not match.
 
@@ -238,7 +242,7 @@ def test_a_compiled_rank_makes_all_calls_in_the_order_of_an_eager_one() -> None:
 
 
 @pytest.mark.slow
-@processes.on_ranks(2, **COMPILER)
+@processes.on_ranks(2)
 def test_exported_and_packaged_programs_give_the_eager_bits(tmp_path: Path) -> None:
     """torch.export, and AOTInductor, whose package of one rank runs on all of them."""
     with connected() as comm, torch.no_grad():
