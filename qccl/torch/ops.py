@@ -4,8 +4,9 @@ A graph holds no objects, so an operator takes the name of a group, which regist
 
 The ranks must make their calls in the same order. A compiler takes an operator for a pure function: it drops a call
 whose result is not used, makes one call of two equal ones, and changes the order of others. So the operators are
-registered with an ordered effect, which keeps each call in its place, in backward passes, too. PyTorch allows no effect
-for operators that mutate: all_reduce_ is therefore a composite of all_reduce and copy_, in eager programs as well.
+registered with an ordered effect, which keeps each call in its place, in backward passes, too; _lower() keeps it in
+Inductor's programs. PyTorch allows no effect for operators that mutate: all_reduce_ is therefore a composite of
+all_reduce and copy_, in eager programs as well.
 
 Gradients are those of PyTorch's functional collectives, and belong to the sum of all ranks' losses.
 """
@@ -99,14 +100,14 @@ def _all_reduce_(x: torch.Tensor, group_name: str, codec: str = "minmax8", op: s
 def _reduce_scatter(
     x: torch.Tensor, group_size: int, group_name: str, codec: str = "minmax8", op: str = "sum"
 ) -> torch.Tensor:
-    out = _part(x, group_size)
-    _group(group_name, group_size).quantized_reduce_scatter(x.contiguous(), out, codec=_stateless(codec), op=op)
+    comm, out = _group(group_name, group_size), _part(x, group_size)
+    comm.quantized_reduce_scatter(x.contiguous(), out, codec=_stateless(codec), op=op)
     return out
 
 
 def _all_gather(x: torch.Tensor, group_size: int, group_name: str, codec: str = "minmax8") -> torch.Tensor:
-    out = _whole(x, group_size)
-    _group(group_name, group_size).quantized_all_gather(x.contiguous(), out, codec=_stateless(codec))
+    comm, out = _group(group_name, group_size), _whole(x, group_size)
+    comm.quantized_all_gather(x.contiguous(), out, codec=_stateless(codec))
     return out
 
 
@@ -136,7 +137,10 @@ def _whole(x: torch.Tensor, group_size: int, *_: Any) -> torch.Tensor:
 
 
 def _fake(output: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-    """Make the output of a call for a compiler, and let Inductor, if it is loaded, keep the order of calls."""
+    """Make the output of a call for a compiler, and let Inductor keep the order of calls.
+
+    Only here, because to import Inductor takes seconds; it is loaded when it compiles.
+    """
     lowerings = getattr(sys.modules.get("torch._inductor.lowering"), "lowerings", {})
     for operator in (torch.ops.qccl.all_reduce, torch.ops.qccl.reduce_scatter, torch.ops.qccl.all_gather):
         lowerings[operator.default] = functools.partial(_lower, operator.default)

@@ -53,6 +53,16 @@ def test_operators_give_the_bits_of_calls(comm: qccl.Communicator, dtype: torch.
 
 
 @on_ranks(2)
+def test_parts_are_equal(comm: qccl.Communicator) -> None:
+    name = named(comm)
+    text = re.escape(
+        "reduce_scatter's tensor, (3, 4), must be a multiple of group_size=2: each rank gets an equal part"
+    )
+    with pytest.raises(ArgumentError, match=text):
+        OPS.reduce_scatter(torch.ones(3, 4), 2, name)
+
+
+@on_ranks(2)
 def test_gradients_belong_to_the_sum_of_the_ranks_losses(comm: qccl.Communicator) -> None:
     name = named(comm)
     weights = [torch.arange(8.0).reshape(4, 2) * (rank + 1) for rank in range(2)]  # a loss for each rank
@@ -147,7 +157,7 @@ def test_what_operators_refuse(comm: qccl.Communicator) -> None:
     texts = {
         "the group 'tp 2' does not exist; make a communicator": lambda: OPS.all_reduce(x, "tp 2"),
         "written for group_size=2, and the group 'tp of rank 0' has 1 rank": lambda: OPS.all_gather(x, 2, name),
-        "tensor, (4, 6), must be a multiple of group_size=3": lambda: OPS.reduce_scatter(x, 3, name),
+        "written for group_size=0, and": lambda: OPS.reduce_scatter(x, 0, name),
         "keep no state, and 'minmax2+ef' does; use 'minmax2', or": lambda: OPS.all_reduce_(x, name, "minmax2+ef"),
         "must be a string, such as 'tp', not 3": lambda: register_group(3, comm),  # type: ignore[arg-type]
         "comm must be a Communicator": lambda: register_group("tp", "tp"),  # type: ignore[arg-type]
@@ -196,7 +206,7 @@ def test_a_compiled_layer_gives_the_eager_bits() -> None:
         layer, backend = RowParallel(), "inductor" if comm.rank == 0 else "aot_eager"
         batches = [torch.randn(count, 32, generator=torch.Generator().manual_seed(count)) for count in (16, 5, 7)]
         wanted = [layer(x) for x in batches]
-        compiled = torch.compile(layer, backend=backend, fullgraph=True)
+        compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
         assert all(torch.equal(compiled(x), y) for x, y in zip(batches, wanted, strict=True))
     torch._dynamo.config.error_on_recompile = True
     with torch.inference_mode():
