@@ -308,6 +308,16 @@ class Communicator(Collectives):
             session.fail(error)
             raise
 
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return self._session.end.closed
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether this communicator takes calls: it was not closed, and has not failed, shrunk or grown."""
+        return not self._session.end.is_over
+
     # -- state between calls -----------------------------------------------------------------------------------------
 
     @property
@@ -502,7 +512,7 @@ class Communicator(Collectives):
 
         On the host they raise PeerLost in their current or next call; on CUDA they reach their deadlines.
         """
-        if not self._session.end.closed:
+        if not self.closed:
             self._session.fail(gave_up(self.rank, reason))
 
     @guarded

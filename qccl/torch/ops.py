@@ -20,17 +20,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-from qccl.base.errors import ArgumentError
+from qccl.base.errors import ArgumentError, EngineError
 from qccl.collectives.arguments import lossiest, op_of
 from qccl.communicator.communicator import Communicator
 from qccl.torch.fsdp import checked_communicator
 
 __all__ = ["register_group"]
 
-_groups: dict[str, weakref.ref[Communicator]] = {}
+_groups = weakref.WeakValueDictionary[str, Communicator]()
 _library = torch.library.Library("qccl", "FRAGMENT")  # the operators exist as long as this object
+_operators: list[Any] = []  # those with an ordered effect
+_fault: Exception | None = None  # PyTorch has no such effect
 
 
 def register_group(name: str, comm: Communicator) -> None:
@@ -40,29 +41,19 @@ def register_group(name: str, comm: Communicator) -> None:
     keep the communicator alive. When it is closed or has failed, another one, such as shrink() makes, may get the name,
     and compiled programs go on with that. Raises ArgumentError for the name of another group that is still usable.
     """
-    if not isinstance(name, str):
-        raise ArgumentError(f"the name of a group must be a string, such as 'tp', not {name!r}")
-    checked_communicator(comm)
-    other = _find(name)
-    if other is not None and other is not comm and not other._session.end.is_over:
+    other = _groups.get(name)
+    if other is not None and other is not comm and other.is_usable:
         raise ArgumentError(f"{other!r} has the name {name!r} already; close it first, or give {comm!r} another name")
-    _groups[name] = weakref.ref(comm)
-
-
-def _find(name: str) -> Communicator | None:
-    """The communicator with this name, unless it is closed or deleted."""
-    comm = _groups[name]() if name in _groups else None
-    return None if comm is None or comm._session.end.closed else comm
+    _groups[name] = checked_communicator(comm)
 
 
 def _group(name: str, size: int | None = None) -> Communicator:
     """The communicator with this name. Raises ArgumentError if there is none, or if it has not ``size`` ranks."""
-    comm = _find(name)
-    if comm is None:
-        state = "is closed" if name in _groups else "does not exist"
+    comm = _groups.get(name)
+    if comm is None or comm.closed:
         raise ArgumentError(
-            f"the group {name!r} {state}; make a communicator and name it, qccl.torch.register_group({name!r}, comm), "
-            f"before a program calls the group"
+            f"the group {name!r} does not exist or is closed; make a communicator and name it, "
+            f"qccl.torch.register_group({name!r}, comm), before a program calls the group"
         )
     if size is not None and size != comm.size:
         raise ArgumentError(
@@ -84,11 +75,8 @@ def _stateless(codec: str) -> str:
     return codec
 
 
-# -- kernels, from whose arguments PyTorch's schemas are made --------------------------------------------------------
-
-
 def _all_reduce(x: torch.Tensor, group_name: str, codec: str = "minmax8", op: str = "sum") -> torch.Tensor:
-    out = _like(x)
+    out = x.new_empty(x.shape)
     _group(group_name).quantized_allreduce(x.contiguous(), out, codec=_stateless(codec), op=op)
     return out
 
@@ -111,13 +99,6 @@ def _all_gather(x: torch.Tensor, group_size: int, group_name: str, codec: str = 
     return out
 
 
-# -- their outputs; PyTorch's compilers make only these --------------------------------------------------------------
-
-
-def _like(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _part(x: torch.Tensor, group_size: int, *_: Any) -> torch.Tensor:
     rows, *others = x.shape or (1,)
     if rows % group_size:
@@ -133,39 +114,48 @@ def _whole(x: torch.Tensor, group_size: int, *_: Any) -> torch.Tensor:
     return x.new_empty((group_size * rows, *others))
 
 
-# -- the order of calls in Inductor's programs -----------------------------------------------------------------------
+def _unfit(why: object) -> EngineError:
+    text = f"PyTorch {torch.__version__} cannot compile the operators torch.ops.qccl: {why}"
+    return EngineError(f"{text}; use PyTorch 2.13 or 2.14, or make the calls outside of compiled programs")
 
 
 def _fake(output: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
     """Make the output of a call for a compiler, and let Inductor keep the order of calls.
 
-    Only here, because to import Inductor takes seconds; it is loaded when it compiles.
+    Inductor is prepared here, when it has been loaded to compile, because to load it takes seconds.
     """
-    lowerings = getattr(sys.modules.get("torch._inductor.lowering"), "lowerings", {})
-    for operator in (torch.ops.qccl.all_reduce, torch.ops.qccl.reduce_scatter, torch.ops.qccl.all_gather):
-        lowerings[operator.default] = functools.partial(_lower, operator.default)
+    if _fault is not None:
+        raise _unfit(_fault) from _fault
+    if (inductor := sys.modules.get("torch._inductor.lowering")) is not None:
+        if not hasattr(inductor, "lowerings"):
+            raise _unfit("Inductor has no table of lowerings")
+        if getattr(inductor.V.graph, "aot_mode", False) and torch.__version__ < (2, 13):
+            raise _unfit("AOTInductor's packages ignore errors before PyTorch 2.13")
+        inductor.lowerings.update({each: functools.partial(_lower, each) for each in _operators})
     return output(*arguments)
 
 
 def _lower(operator: Any, *arguments: Any, **keywords: Any) -> Any:
     """Lower a call as Inductor does, and let it run after the previous one.
 
-    Inductor of PyTorch 2.13 loses this dependency between operators with an effect: it records the name of a buffer
-    where its scheduler reads the name of an operation (pytorch/pytorch#189209), and then reorders calls to save memory.
+    Inductor of PyTorch 2.10 to 2.14 loses this dependency between operators with an effect: it records the name of a
+    buffer where its scheduler reads the name of an operation (pytorch/pytorch#189209), and then reorders calls to save
+    memory. That of PyTorch 2.9 keeps it, and does not call this function.
     """
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
     graph = V.graph
-    first, previous = len(graph.operations), graph.effectful_ops.get(_EffectType.ORDERED)
+    try:
+        previous, later_than = graph.effectful_ops.get(_EffectType.ORDERED), graph.additional_buffer_deps
+    except AttributeError as error:
+        raise _unfit(error) from error
+    first = len(graph.operations)
     output = ir.FallbackKernel.create(operator, *arguments, **keywords)
     if previous is not None:
         for each in graph.operations[first:]:
-            graph.additional_buffer_deps[each.get_operation_name()].add(previous.get_name())
-    return torch.utils._pytree.tree_map_only(ir.IRNode, lambda node: node.wrap_for_lowering(), output)
-
-
-# -- gradients -------------------------------------------------------------------------------------------------------
+            later_than[each.get_operation_name()].add(previous.get_name())
+    return ir.TensorBox.create(output)
 
 
 def _keep_arguments(ctx: Any, inputs: Sequence[Any], output: torch.Tensor) -> None:
@@ -194,7 +184,7 @@ def _check_linear(op: str) -> None:
 
 
 for _name, _kernel, _output, _backward in (
-    ("all_reduce", _all_reduce, _like, _all_reduce_backward),
+    ("all_reduce", _all_reduce, lambda x, *_: x.new_empty(x.shape), _all_reduce_backward),
     ("reduce_scatter", _reduce_scatter, _part, _reduce_scatter_backward),
     ("all_gather", _all_gather, _whole, _all_gather_backward),
 ):
@@ -202,7 +192,15 @@ for _name, _kernel, _output, _backward in (
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qccl::{_name}", functools.partial(_fake, _output), lib=_library)
     torch.library.register_autograd(f"qccl::{_name}", _backward, setup_context=_keep_arguments, lib=_library)
-    _register_effectful_op(getattr(torch.ops.qccl, _name).default, _EffectType.ORDERED)
+    _operators.append(getattr(torch.ops.qccl, _name).default)
 
 _library.define(torch.library.infer_schema(_all_reduce_, op_name="all_reduce_", mutates_args=("x",)))
 _library.impl("all_reduce_", _all_reduce_, "CompositeImplicitAutograd")
+
+try:
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    for _operator in _operators:
+        _register_effectful_op(_operator, _EffectType.ORDERED)
+except Exception as _error:  # names private to PyTorch, which eager calls do not need
+    _fault = _error

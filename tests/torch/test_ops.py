@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import gc
 import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import on_ranks as processes
 import pytest
 import torch
 from thread_ranks import on_ranks
+from torch._subclasses import FakeTensorMode
 
 import qccl
-from qccl.base.errors import ArgumentError, PeerLost
-from qccl.torch import register_group
+from qccl.base.errors import ArgumentError, EngineError, PeerLost
+from qccl.torch import ops, register_group
 
 pytestmark = pytest.mark.starts_first
 
@@ -129,7 +133,7 @@ def test_a_name_belongs_to_one_open_group(comm: qccl.Communicator) -> None:
         lambda: OPS.reduce_scatter(x, 1, "a"),
         lambda: OPS.all_gather(x, 1, "a"),
     ):
-        with pytest.raises(ArgumentError, match=r"'a' is closed; make a communicator .*register_group\('a', comm\)"):
+        with pytest.raises(ArgumentError, match=r"'a' does not .* is closed; make a .*register_group\('a', comm\)"):
             call()
     register_group("a", second)
     assert torch.equal(OPS.all_reduce(x, "a"), x)
@@ -147,7 +151,7 @@ def test_a_name_keeps_no_group_alive(comm: qccl.Communicator) -> None:
     register_group("b", other)
     del other
     gc.collect()
-    with pytest.raises(ArgumentError, match="the group 'b' is closed"):
+    with pytest.raises(ArgumentError, match="the group 'b' does not exist or is closed"):
         OPS.all_reduce(torch.ones(10), "b")
 
 
@@ -155,16 +159,73 @@ def test_a_name_keeps_no_group_alive(comm: qccl.Communicator) -> None:
 def test_what_operators_refuse(comm: qccl.Communicator) -> None:
     name, x = named(comm), torch.ones(4, 6)
     texts = {
-        "the group 'tp 2' does not exist; make a communicator": lambda: OPS.all_reduce(x, "tp 2"),
+        "the group 'tp 2' does not exist or is closed; make a communicator": lambda: OPS.all_reduce(x, "tp 2"),
         "written for group_size=2, and the group 'tp of rank 0' has 1 rank": lambda: OPS.all_gather(x, 2, name),
         "written for group_size=0, and": lambda: OPS.reduce_scatter(x, 0, name),
         "keep no state, and 'minmax2+ef' does; use 'minmax2', or": lambda: OPS.all_reduce_(x, name, "minmax2+ef"),
-        "must be a string, such as 'tp', not 3": lambda: register_group(3, comm),  # type: ignore[arg-type]
         "comm must be a Communicator": lambda: register_group("tp", "tp"),  # type: ignore[arg-type]
     }
     for text, call in texts.items():
         with pytest.raises(ArgumentError, match=re.escape(text)):
             call()
+
+
+# -- versions of PyTorch -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_without_ordered_effects_eager_calls_work_and_compilers_are_refused() -> None:
+    """Otherwise a compiler would drop calls and change their order."""
+    program = """
+import torch
+import torch._higher_order_ops.effects as effects
+del effects._register_effectful_op
+import qccl, qccl.torch
+from torch._subclasses import FakeTensorMode
+
+def body(comm):
+    qccl.torch.register_group("tp", comm)
+    x = torch.ones(6)
+    print(torch.equal(torch.ops.qccl.all_reduce(x, "tp", "none"), x))
+    try:
+        with FakeTensorMode() as mode:
+            torch.ops.qccl.all_reduce(mode.from_tensor(x), "tp", "none")
+    except qccl.EngineError as error:
+        print(error)
+
+qccl.run_ranks(1, body)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert re.fullmatch(
+        r"True\nPyTorch \S+ cannot compile the operators torch.ops.qccl: cannot import name '_register_effectful_op' .*"
+        r"; use PyTorch 2.13 or 2.14, or make the calls outside of compiled programs\n",
+        found.stdout,
+    )
+
+
+@pytest.mark.slow
+def test_inductors_that_lose_the_order_or_errors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import lowering
+
+    def fake() -> None:
+        with FakeTensorMode() as mode:
+            OPS.all_reduce(mode.from_tensor(torch.ones(6)), "tp", "none")
+
+    with (
+        lowering.V.set_graph_handler(SimpleNamespace(operations=[], effectful_ops={})),
+        pytest.raises(EngineError, match=r"no attribute 'additional_buffer_deps'; use PyTorch 2.13 or 2.14"),
+    ):
+        ops._lower(OPS.all_reduce.default)
+    with lowering.V.set_graph_handler(SimpleNamespace(aot_mode=True)):
+        fake()
+        monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.12.1+cpu"))
+        with pytest.raises(
+            EngineError, match=r"PyTorch 2\.12\.1.cpu .* packages ignore errors before PyTorch 2.13; use"
+        ):
+            fake()
+    monkeypatch.delattr(lowering, "lowerings")
+    with pytest.raises(EngineError, match="Inductor has no table of lowerings; use PyTorch"):
+        fake()
 
 
 # -- compiled and exported programs ----------------------------------------------------------------------------------
@@ -217,7 +278,7 @@ def test_a_compiled_layer_gives_the_eager_bits() -> None:
         assert all(torch.equal(compiled(x), y) for x, y in zip(batches, wanted, strict=True))
     torch._dynamo.config.error_on_recompile = True
     with torch.inference_mode():
-        with pytest.raises(ArgumentError, match="the group 'tp' is closed"):
+        with pytest.raises(ArgumentError, match="the group 'tp' does not exist or is closed"):
             compiled(batches[0])
         with connected():
             assert torch.equal(compiled(batches[0]), wanted[0])
@@ -274,5 +335,5 @@ def test_exported_and_packaged_programs_give_the_eager_bits(tmp_path: Path) -> N
         packaged = torch._inductor.aoti_load_package(str(package))
         packaged.load_constants(dict(layer.state_dict()), check_full_update=True)
         assert torch.equal(packaged(x), wanted)
-    with pytest.raises(RuntimeError, match="the group 'tp' is closed"):
+    with pytest.raises(RuntimeError, match="the group 'tp' does not exist or is closed"):
         packaged(x)
