@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 __all__ = ["ArgumentError", "CodecError", "CollectiveTimeout", "EngineError", "InvalidBufferError", "MismatchError"]
 __all__ += ["PeerLost", "QcclError", "as_failure", "described", "for_others", "forked", "gave_up", "is_own"]
-__all__ += ["names_rank", "own", "ranks_text", "with_text"]
+__all__ += ["names_rank", "own", "ranks_text", "reason_of", "with_text"]
 
 
 class QcclError(Exception):
@@ -79,6 +79,11 @@ names_rank = re.compile(r"\branks? \[?\d").search
 def gave_up(rank: int, reason: str) -> PeerLost:
     """The error of a group that ``rank`` has given up, for that rank and the others."""
     return PeerLost(f"rank {rank} gave up: {reason}", rank, reason)
+
+
+def reason_of(rank: int, error: QcclError) -> str:
+    """The reason why ``rank`` gave up with ``error``, to which gave_up() may add the rank."""
+    return error.reason if isinstance(error, PeerLost) and error.rank == rank and error.reason else str(error)
 
 
 def as_failure(rank: int, error: BaseException) -> QcclError:

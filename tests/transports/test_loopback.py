@@ -7,6 +7,7 @@ import ctypes
 import numpy as np
 import patience
 import pytest
+from thread_ranks import on_ranks
 from threads import address, outcomes
 
 from qccl.base.errors import ArgumentError, CollectiveTimeout, PeerLost
@@ -106,3 +107,15 @@ def test_empty_messages():
     b.receive(0, 1, ctypes.addressof(memory), 0, "in")
     a.send(1, 1, ctypes.addressof(memory), 0, "out")
     assert (list(b.poll(idle=0)), list(a.poll(idle=0))) == (["in"], ["out"])
+
+
+@on_ranks(2)
+def test_a_rank_that_gave_up_is_named_once(comm):
+    """Also by the transport, if it reports the end before the control message has arrived."""
+    if comm.rank == 0:
+        comm.abort("no more")
+        return
+    comm.transport.progress_hook = lambda: None
+    with pytest.raises(PeerLost) as caught:
+        comm.transport.allgather(b"", 20)
+    assert (str(caught.value), caught.value.rank, caught.value.reason) == ("rank 0 gave up: no more", 0, "no more")

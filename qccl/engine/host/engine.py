@@ -22,7 +22,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from qccl import _host
-from qccl.base.errors import CollectiveTimeout, MismatchError, PeerLost, QcclError, as_failure, described, gave_up
+from qccl.base.errors import (
+    CollectiveTimeout,
+    MismatchError,
+    PeerLost,
+    QcclError,
+    as_failure,
+    described,
+    gave_up,
+    reason_of,
+)
 from qccl.base.guard import release_all
 from qccl.base.lifetime import Registry, Stage, keep, unhandled
 from qccl.collectives.chunks import BETWEEN_SITES, NETWORK, ChunkPolicy, shared_memory
@@ -494,7 +503,7 @@ class HostEngine:
             if differs:
                 self._shutdown.hear_others()
         finally:
-            self._transport.abort(str(error))
+            self._transport.abort(reason_of(self.rank, error))
             _live.discard(self)
             self.end.has_left = True
 
