@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qccl.base.errors import EngineError
+from qccl.base.errors import CollectiveTimeout, EngineError, MismatchError, PeerLost, is_own, names_rank, own, with_text
 
 if TYPE_CHECKING:
     from qccl._host import Wire
 
-__all__ = ["ApiCall", "DeviceTransfer", "DeviceTransport", "Group", "Transport", "split_groups"]
+__all__ = ["ApiCall", "DeviceTransfer", "DeviceTransport", "Group", "Transport", "renumbered", "split_groups"]
 
 
 class Group(ABC):
@@ -118,6 +119,27 @@ def split_groups(group: Group, color: int | None, key: int, timeout: float) -> d
     for _, rank, other in sorted((k, r, c) for r, (has_color, c, k) in enumerate(entries) if has_color):
         found.setdefault(other, []).append(rank)
     return found
+
+
+@contextmanager
+def renumbered(maker: Group, ranks: Sequence[int]) -> Iterator[None]:
+    """Let errors of a group that ``maker`` makes number ranks as ``maker`` does, whose failure they become.
+
+    ``ranks``: for each rank of the new group its number in ``maker``. Errors of ``maker`` itself, which the progress
+    hook raises, stay as they are, and so do errors that name no rank.
+    """
+    try:
+        yield
+    except (PeerLost, MismatchError, CollectiveTimeout, EngineError) as error:
+        if not names_rank(str(error)) or (maker.engine is not None and error is maker.engine.end.failure):
+            raise
+        lost = error.rank if isinstance(error, PeerLost) else None
+        named = enumerate(ranks) if lost is None else [(lost, ranks[lost])]
+        numbers = ", ".join(f"rank {new} is rank {old} here" for new, old in named)
+        made = with_text(error, f"in a new group, whose {numbers}: {error}")
+        if isinstance(made, PeerLost) and lost is not None:
+            made.rank = ranks[lost]
+        raise (own(made) if is_own(error) else made) from error
 
 
 class Transport(Group):

@@ -38,7 +38,7 @@ from qccl.meeting.network import Network
 from qccl.meeting.regroup import MembershipSocket
 from qccl.meeting.strangers import NotARank, printable
 from qccl.meeting.watch import Watch
-from qccl.transports.base import split_groups
+from qccl.transports.base import renumbered, split_groups
 from qccl.transports.native import NativeTransport
 
 __all__ = ["ConnectedTransport", "Faults"]
@@ -138,11 +138,12 @@ class ConnectedTransport(NativeTransport):
         protection: Protection = _OPEN,
         progress_hook: Callable[[], object] = lambda: None,
         maker: ConnectedTransport | None = None,
+        ranks: Sequence[int] = (),
     ) -> Self:
         """Collective: the transport of ranks that can exchange their addresses.
 
         ``gather`` returns every rank's bytes in rank order: some hundred of each, the addresses of the ranks' wires and
-        sockets. ``maker``: the transport whose split() this is.
+        sockets. ``maker``: the transport whose split() this is, with the numbers of the ``ranks`` there.
         """
         refused = descriptors.or_engine_error
         with refused(f"{cls.name} cannot start"), contextlib.ExitStack() as on_failure:
@@ -157,13 +158,14 @@ class ConnectedTransport(NativeTransport):
                 raise
             on_failure.callback(wire.close, 0)
             notes = gather(b"%d %b" % (descriptors.left(), msgspec.json.encode(membership.member(wire.address()))))
-            for rank, note in enumerate(notes):
-                if note.startswith(_REFUSAL):
-                    raise EngineError(f"rank {rank}: {printable(note[len(_REFUSAL) :], _MOST_REASON)}")
-            members, lefts = zip(*map(_member, range(len(notes)), notes), strict=True)
-            cls._check_descriptors(network, lefts)
-            membership.begin(members)
-            made = cls(wire, membership, network, protection, timeout, progress_hook, maker)
+            with contextlib.nullcontext() if maker is None else renumbered(maker, ranks):
+                for rank, note in enumerate(notes):
+                    if note.startswith(_REFUSAL):
+                        raise EngineError(f"rank {rank}: {printable(note[len(_REFUSAL) :], _MOST_REASON)}")
+                members, lefts = zip(*map(_member, range(len(notes)), notes), strict=True)
+                cls._check_descriptors(network, lefts)
+                membership.begin(members)
+                made = cls(wire, membership, network, protection, timeout, progress_hook, maker)
             on_failure.pop_all()
             return made
 
@@ -217,7 +219,8 @@ class ConnectedTransport(NativeTransport):
             addresses = self.allgather(address, timeout)
             return [addresses[rank] for rank in groups[color]]
 
-        return self.meet(gather, timeout, self._network, self._protection, self.progress_hook, maker=self)
+        how = self._network, self._protection, self.progress_hook
+        return self.meet(gather, timeout, *how, maker=self, ranks=groups[color])
 
     @property
     def address(self) -> str:

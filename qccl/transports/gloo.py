@@ -35,7 +35,7 @@ from qccl.base.deadline import Deadline
 from qccl.base.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost
 from qccl.base.lifetime import Registry, Stage
 from qccl.meeting.topology import find_topology, machine
-from qccl.transports.base import Transport, split_groups
+from qccl.transports.base import Transport, renumbered, split_groups
 
 __all__ = ["TorchTransport", "backend_of", "bytes_at", "connect_gloo", "keep_alive"]
 
@@ -179,7 +179,8 @@ class TorchTransport(Transport):
         members = groups[color]
         store = dist.PrefixStore(f"{self._splits}.{color}", self._store)
         how = self.progress_hook
-        return TorchTransport(store, members.index(self.rank), len(members), timeout, how, own=self._own)
+        with renumbered(self, members):
+            return TorchTransport(store, members.index(self.rank), len(members), timeout, how, own=self._own)
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
         """Do two all-gathers of gloo: one of the items' lengths, one of the items, padded to the longest."""

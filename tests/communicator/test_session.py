@@ -15,7 +15,7 @@ from thread_ranks import on_ranks
 from threads import meeting
 
 import qccl
-from qccl.base.errors import MismatchError, PeerLost
+from qccl.base.errors import MismatchError, PeerLost, own
 from qccl.meeting import regroup
 from qccl.meeting.network import Network
 from qccl.transports.connect import connected_transport
@@ -184,6 +184,34 @@ def test_an_exception_before_the_other_rank_connects(transport, monkeypatch):
         return together(comm)
 
     assert run_over(transport, 2, run) == [2, 2]
+
+
+@needs_ucx
+def test_a_rank_lost_in_a_split_has_its_number_in_the_group_that_is_split(transport, monkeypatch):
+    """Ranks 1 and 2 are ranks 0 and 1 of the new group: rank 2 is lost for all ranks of the old one."""
+    gone, usual = threading.Event(), connected_transport(transport)._connect_wire
+
+    def lose(made, addresses):
+        if made.size == 2 and made.rank == 0:
+            raise own(PeerLost("rank 1 was lost: rank 0 has no connection to rank 1 any more", 1))
+        if made.size == 2:
+            gone.wait(30)
+        usual(made, addresses)
+
+    def run(comm):
+        comm.barrier()
+        monkeypatch.setattr(connected_transport(transport), "_connect_wire", lose)
+        text = "in a new group, whose rank 1 is rank 2 here: rank 1 was lost"
+        with pytest.raises(PeerLost, match=text) as caught:
+            try:
+                comm.split(min(comm.rank, 1))
+            finally:
+                if comm.rank == 1:
+                    gone.set()
+            comm.barrier()
+        assert caught.value.rank == comm._session.end.failure.rank == 2
+
+    run_over(transport, 3, run)
 
 
 @needs_ucx
