@@ -181,7 +181,7 @@ class Levels(_Blocks):
         import numpy as np
 
         unit = np.float32(2.0**20)
-        size = size * np.where(first > 0, 1 / first, 0)[..., None] * unit
+        size = size * (1 / np.maximum(first, np.float32(2.0**-105)))[..., None] * unit
         level = self._positive_levels()
         edges = np.float32(0.5) * (level[1:] + level[:-1]) * unit
         above = [exists, *(size > edge for edge in edges)]

@@ -37,6 +37,14 @@ def test_errors(spec: str, most_bytes: float, most: tuple[float, ...]) -> None:
         assert statistics.median(found) <= limit, name
 
 
+@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("small", [2.0**-121, 2.0**-149])
+def test_blocks_far_below_the_greatest_have_the_smallest_scale(bits: int, small: float) -> None:
+    x = np.where(np.arange(1024) // 128 % 2, 2.0**30, small).astype(np.float32)
+    scales = get(f"levels{bits}").encode(x)[-32:]
+    assert (scales.reshape(-1, 4)[::2] == 253).all() and (scales.reshape(-1, 4)[1::2] < 32).all()
+
+
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_the_error_of_hard_blocks_is_less_than_their_values(bits: int, block: int) -> None:

@@ -20,6 +20,7 @@ from kernel_calls import DTYPES, KINDS, OPS, hard_values
 from oracle import MinMax, RngCounter
 
 from qccl import _host
+from qccl.codecs import get
 
 
 def results() -> Iterator[bytes]:
@@ -39,6 +40,9 @@ def results() -> Iterator[bytes]:
         how = {"op": op if isinstance(codec, MinMax) else "sum", "scale": 1 / 3, "encoded": True, "counter": counter}
         found = kernel_calls.reduce(codec, [wire, wire], y, 1, count, dtype, **how)
         yield from (part.tobytes() for part in found if part is not None)
+    apart = np.where(np.arange(4096) // 128 % 2, 2.0**30, 2.0**-121).astype(np.float32)
+    for bits in (2, 3):  # the inverse of a block's scale is beyond fp32 in other units
+        yield get(f"levels{bits}").encode(apart).tobytes()
 
 
 def digest() -> str:

@@ -163,7 +163,7 @@ class Levels(Blocked):
     def ratio(self, x: Array, count: int, frame: Frame, first: Array) -> Array:
         """The least squares' scale over the first one."""
         unit = f32(2.0**20)
-        inverse = np.where(first > 0, f32(1) / first, f32(0)) * unit
+        inverse = f32(1) / np.maximum(first, f32(2.0**-105)) * unit
         size = abs(x) * frame.pre * inverse[:, None]
         level = self.positive
         counted = np.arange(x.size).reshape(x.shape) < count

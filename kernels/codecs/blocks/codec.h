@@ -247,6 +247,9 @@ struct FormatOf<7> : BlockFormat<FloatTable<2, 1>, PlainScale> {};  // nvfp4 of 
 // is of all values if k is 0. Values are magnitudes in units of the first scale, as integers in units of 1 / kFitUnit, so that
 // their sum does not depend on the order.
 constexpr float kFitUnit = 0x1p20f;
+// The least first scale whose inverse times kFitUnit is a number. Blocks with a lesser one get the smallest scale in any case: a bucket's
+// number times `pre` is 2^-85 or more.
+constexpr float kLeastFitted = 0x1p-105f;
 
 template <class Table, class I>
 QCCL_FN auto fit_ratio(const I* sums, const I* counts) {

@@ -112,7 +112,7 @@ struct BlocksTile {
     } else {
       float wanted = most * Table::reach;
       if constexpr (Table::least_squares) {
-        wanted *= fitted<T, S>(x, unit, j, frame.pre, (wanted > 0.0f ? 1.0f / wanted : 0.0f) * kFitUnit);
+        wanted *= fitted<T, S>(x, unit, j, frame.pre, 1.0f / greatest(wanted, kLeastFitted) * kFitUnit);
       }
       code = Scale::code(wanted, frame);
     }

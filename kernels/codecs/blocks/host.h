@@ -200,7 +200,7 @@ struct BlockLoops {
     for (u32 b = 0; b < blocks; b += kLanes) {
       alignas(64) float factors[kLanes];
       alignas(64) i32 counted[edges][kLanes] = {};
-      store_lanes(inverse_of(first_scales(b, frame)) * kFitUnit, factors);
+      store_lanes(all_lanes(1.0f) / greatest(first_scales(b, frame), all_lanes(kLeastFitted)) * kFitUnit, factors);
       i32xN sums[edges][kLanes], total[edges], counts[edges];
       for (u32 i = 0; i < kLanes; ++i) {
         for (auto& sum : sums) sum[i] = all_lanes(0);
