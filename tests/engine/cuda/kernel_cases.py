@@ -21,6 +21,7 @@ from qccl import codecs
 from qccl.base import dtypes
 from qccl.base.dtypes import DType
 from qccl.codecs import Codec, MinMax, NoCodec, Trellis
+from qccl.codecs.blocks import NVFP4Codes
 from qccl.codecs.floats import storage, to_float32
 from qccl.collectives.schedule import Decode, Encode, Op, Reduce, Span
 from qccl.engine.cuda import source as cuda_source
@@ -262,6 +263,21 @@ class TwoOutliers(Prepared):
                 self.arrays.place,
             )
             for kind in ("decode", "add")
+        }
+
+
+class EncodedCodes(Prepared):
+    """Codes and scales of an NVFP4 tensor, any bytes, decoded without and with a tensor scale."""
+
+    def __init__(self, count: int = 2 * 1024 + 192) -> None:
+        rng, codec = np.random.default_rng(6), NVFP4Codes()
+        self.arrays = Arrays(True, rng)
+        wire = self.arrays.add(rng.integers(0, 256, codec.encoded_nbytes(count, "float32"), np.uint8))
+        plain, scaled = (self.arrays.add(np.zeros(count, np.float32)) for _ in range(2))
+        self.any_nan = dict.fromkeys((plain, scaled), dtypes.FLOAT32)
+        operations = Decode(codec, wire, plain), Reduce(codec, (wire,), None, 0, None, scaled, scale=0.37)
+        self.launches = {
+            type(each).__name__: cuda_source.launch([each], 0, dtypes.FLOAT32, self.arrays.place) for each in operations
         }
 
 

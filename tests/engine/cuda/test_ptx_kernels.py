@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kernel_cases import CASES, Case, Operations, TwoOutliers
+from kernel_cases import CASES, Case, EncodedCodes, Operations, TwoOutliers
 from ptx_emulator import ARCHITECTURES, HEADERS, Fault, PtxEmulator, changed, nvrtc_13
 from state_cases import COMMITS, STATE_CASES, AnyCase, StateCase, prepared
 
@@ -63,6 +63,12 @@ SAMPLE = list(sample())
 @pytest.mark.parametrize(("arch", "case"), SAMPLE, ids=str)
 def test_some_of_each_codec_and_architecture(arch: int, case: AnyCase) -> None:
     prepared(case).check(emulator(arch))
+
+
+@pytest.mark.slow
+def test_codes_of_nvfp4_without_their_number() -> None:
+    """The wire of an Encoded, which is decoded alone and times a tensor scale."""
+    EncodedCodes().check(emulator(ARCHITECTURES[0]))
 
 
 def test_each_kernel_is_among_them() -> None:
