@@ -59,6 +59,7 @@ PACKAGES = table("""
 bench: click numpy
 bench/start/launched.py: mpi4py
 bench/sweep/plain.py: mpi4py torch
+base/conversion.py: msgspec
 bench/doctor/training.py: torch
 bench/sweep/sweep.py: mpi4py
 codecs: numpy

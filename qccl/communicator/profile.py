@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from qccl import codecs
 from qccl.base import dtypes
+from qccl.base.conversion import converted
 from qccl.base.errors import ArgumentError
 from qccl.base.files import read_file, writing
 from qccl.codecs import NoCodec
@@ -164,7 +165,7 @@ class GroupProfile:
         """Make the profile from the result of as_dict(). Raises ValueError for anything else."""
         import msgspec  # only for loading a profile
 
-        found, times = msgspec.convert(given, _allowed()), dict[CallKind, dict[Label, Curve]]()
+        found, times = converted(given, _allowed()), dict[CallKind, dict[Label, Curve]]()
         if not (found.transport + found.hardware).isprintable():
             raise ValueError(f"its transport is {found.transport!r} and its hardware {found.hardware!r}")
         for each in found.curves:

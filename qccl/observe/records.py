@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from qccl.base.conversion import converted
 from qccl.base.errors import ArgumentError, PeerLost, QcclError
 from qccl.base.files import read_file, writing
 from qccl.base.machine_name import machine_name
@@ -83,14 +84,12 @@ class GroupRecord:
     @classmethod
     def from_dict(cls, given: Any) -> GroupRecord:
         """The record whose as_dict() is given. Raises ArgumentError for anything else."""
-        import msgspec  # here: a program that reads no records, such as scripts/gpu-check, does not need it
-
         try:
             given = (
                 {"error": "", "lost": None} | given if isinstance(given, dict) else given
             )  # earlier files lack these
-            msgspec.convert(given, _allowed())
-            record = msgspec.convert(given, cls)
+            converted(given, _allowed())
+            record: GroupRecord = converted(given, cls)
             if not max(record.rank, record.lost or 0) < record.size <= MOST_RANKS:
                 raise ValueError(f"rank {record.rank} of {record.size}, which has lost {record.lost}")
             if any(call.sequence >= later.sequence for call, later in pairwise(record.calls)):
