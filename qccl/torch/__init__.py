@@ -11,5 +11,13 @@ from qccl.torch.ops import register_group
 from qccl.torch.options import Options
 from qccl.torch.process_group import ProcessGroupQccl
 
-__all__ = ["AllGather", "AllReduce", "Compression", "Options", "ProcessGroupQccl", "ReduceScatter", "compress"]
-__all__ += ["register_group"]
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "Compression",
+    "Options",
+    "ProcessGroupQccl",
+    "ReduceScatter",
+    "compress",
+    "register_group",
+]

@@ -119,7 +119,7 @@ struct BlocksTile {
     return size >= kInfinite ? Scale::nan : size == 0 ? Scale::zero : code;
   }
 
-  // As CodedTile's; a bucket is one unit.
+  // The same function as in CodedTile; a bucket is one unit.
   template <Pass P, class T, class S>
   QCCL_FN bool encode(const Values<T, S>& x, u8* wire, const Unit& unit, const TileJob& job, const Parameters& parameters,
                       const Memory& memory, Wire<T, S>& made) {
