@@ -32,8 +32,9 @@ continued, and only what it lacks is measured. ``--write`` makes the tables of d
 figures docs/training.png and docs/training-all.png from the newest files of all models; with ``--sections ""`` nothing
 is measured.
 
-With ``--threads`` the ranks of "curves", "rates" and "long" are threads of one process, for less of the processors' time
-and with the same bits of codecs (training_threads.py); a file of its own has the results, and the table in the page its own name.
+With ``--threads`` the ranks of "curves", "rates" and "long" are threads of one process, for less processor time
+and with the same bits of codecs (training_threads.py); a file of its own has the results, and the table in the page its
+own name.
 
 With another number of ranks (``--ranks 2 --sections steps``) the results file and the table in the page have their own
 names. On two cores, 2 ranks show the step without sharing a core. A file without curves has no times to the target.
