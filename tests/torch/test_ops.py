@@ -6,8 +6,11 @@ import gc
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +19,7 @@ import pytest
 import torch
 from thread_ranks import on_ranks
 from torch._subclasses import FakeTensorMode
+from torch.utils import cpp_extension
 
 import qccl
 from qccl.base.errors import ArgumentError, EngineError, PeerLost
@@ -182,6 +186,7 @@ import torch._higher_order_ops.effects as effects
 del effects._register_effectful_op
 import qccl, qccl.torch
 from torch._subclasses import FakeTensorMode
+from torch.utils import cpp_extension
 
 def body(comm):
     qccl.torch.register_group("tp", comm)
@@ -250,7 +255,8 @@ class ReducedLinear(torch.nn.Linear):
         return OPS.all_reduce(super().forward(x), "tp", "minmax8:bucket=256")
 
 
-def connected() -> qccl.Communicator:
+@contextmanager
+def connected() -> Iterator[qccl.Communicator]:
     """The communicator "tp" of the process group; its timeout lets another rank compile on a busy machine."""
     inductor = torch._inductor.config
     inductor.fx_graph_cache = False  # it may have graphs of other versions of the operators
@@ -260,10 +266,14 @@ def connected() -> qccl.Communicator:
     inductor.cpp.vec_isa_ok = inductor.cpp_cache_precompile_headers = False
     inductor.aot_inductor.precompile_headers, inductor.aot_inductor.compile_wrapper_opt_level = False, "O0"
 
-    comm = qccl.Communicator.from_torch(timeout=3600)
-    register_group("tp", comm)
-    torch.manual_seed(comm.rank)
-    return comm
+    with TemporaryDirectory() as folder, qccl.Communicator.from_torch(timeout=3600) as comm:
+        # Inductor does not quote the path of PyTorch in the compiler's command, and it may contain a blank.
+        link = Path(folder) / "torch"
+        link.symlink_to(Path(torch.__file__).parent)
+        cpp_extension._TORCH_PATH, cpp_extension.TORCH_LIB_PATH = str(link), str(link / "lib")
+        register_group("tp", comm)
+        torch.manual_seed(comm.rank)
+        yield comm
 
 
 @pytest.mark.slow
