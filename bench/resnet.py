@@ -73,8 +73,11 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def learning_rate(step: int) -> float:
-    """Of step 1, 2, ...: linear warm-up in 50 steps, then constant."""
-    return RATE * min(1.0, step / 50)
+    """Of step 1, 2, ...: linear warm-up in 50 steps, then linear to zero after step 500.
+
+    With a constant rate the loss differs by 0.1 to 0.5 bits between two measurements of one training.
+    """
+    return RATE * max(0.0, min(step / 50, (500 - step) / 450))
 
 
 def random_batch(data: Images, generator: torch.Generator) -> Images:

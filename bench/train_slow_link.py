@@ -21,7 +21,8 @@ Sections:
 - "scaling": the time of a step on 1 to 8 ranks.
 
 The target is the mean quality of fp32 after ``--budget`` steps, plus one standard deviation of its seeds. A method's
-time is that of its first step whose quality reaches the target; the learning rate is constant, so that all methods can.
+time is that of its first step whose quality reaches the target; the learning rate of the language models is constant,
+so that all methods can.
 Beside each step's time stands its limit, a lower bound: the link carries no byte of a gradient before the gradient is
 ready, and the computation takes its time. In the limit encoding and decoding take no time. The step without a link, in
 shared memory, shows how long they and PyTorch take while four ranks share the processors. Behind a link with a delay,
