@@ -31,7 +31,8 @@ class Encoded:
     Attributes:
         codes: an array of bytes, row-major: uint8, or the format's type in PyTorch and ml_dtypes. A byte holds one code
             of 8 bits, or two of 4 bits, the first in the low half (PyTorch's ``float4_e2m1fn_x2``).
-        scales: an array of bytes, row-major: a scale for each 32 elements (E8M0), for each 16 with NVFP4 (E4M3).
+        scales: an array of bytes, row-major: a scale for each 32 elements (E8M0), for each 16 with NVFP4 (E4M3). Calls
+            need both arrays at multiples of 4 bytes.
         format: "mxfp8", "mxfp8:type=e5m2", "mxfp4", "nvfp4", or the codec.
         tensor_scale: with NVFP4 the number, rounded to float32, by which all values are multiplied; a decoded output
             needs it. All ranks give the same, and it is not sent.
@@ -47,9 +48,9 @@ class Encoded:
     layout: str = "row-major"
 
     def __post_init__(self) -> None:
-        name = self.format.spec() if isinstance(self.format, Codec) else self.format
+        name = self.format.spec() if isinstance(self.format, Codec) else str(self.format)
         if name not in _FORMATS:
-            raise CodecError(f"Encoded: format={name!r} is not possible; allowed are {', '.join(_FORMATS)}")
+            raise CodecError(f"Encoded: format={self.format!r} is not possible; allowed are {', '.join(_FORMATS)}")
         object.__setattr__(self, "format", name)
         if self.layout != "row-major":
             raise CodecError(
@@ -70,7 +71,7 @@ class Encoded:
             raise CodecError(f"Encoded: {name} has no tensor scale; leave tensor_scale={self.tensor_scale!r} out")
         try:
             given = ctypes.c_float(self.tensor_scale).value  # type: ignore[arg-type]
-        except TypeError:
+        except (TypeError, ValueError, OverflowError):
             given = math.nan
         if not 0 < given < math.inf:
             raise CodecError(

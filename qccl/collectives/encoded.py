@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from qccl.base.arrays import Values, check_disjoint
 from qccl.base.dtypes import BYTES, FLOAT32
-from qccl.base.errors import ArgumentError
+from qccl.base.errors import ArgumentError, InvalidBufferError
 from qccl.codecs.blocks import MXFP4, MXFP8, NVFP4
 from qccl.codecs.none import NoCodec
 from qccl.collectives.all_gather import AllGatherSpec
@@ -61,11 +61,16 @@ class _Encoded(CollectiveSpec):
     def from_call(cls, call: Call) -> tuple[list[Any], dict[str, Values]]:
         """See CollectiveSpec; the count is in elements, and an Encoded has no element type but float32's words."""
         arrays = cls.named(call)
-        whole, (codec,) = arrays[cls.whole], call.codecs
+        whole, dtype, (codec,) = arrays[cls.whole], arrays["output"].dtype, call.codecs
         count = whole.count
-        if cls.whole == "input" or not call.own["decodes"]:
-            count = count * _WORD * 8 // codec.code_bits  # type: ignore[union-attr]  # of the codec of an Encoded
-        return cls._with_codecs(call, arrays, count, arrays["output"].dtype.name, whole.order), arrays
+        if whole.dtype is BYTES:
+            count = count * 8 // codec.code_bits  # type: ignore[union-attr]  # of the codec of an Encoded
+        name = FLOAT32.name if dtype is BYTES else dtype.name
+        return cls._with_codecs(call, arrays, count, name, whole.order), arrays
+
+    def arrays_of(self, role: Role, arrays: Mapping[str, Values], rank: int, size: int) -> list[Values]:
+        """The output alone: codes and scales are no values, which could be finite or not."""
+        return [] if role is Role.INPUT else super().arrays_of(role, arrays, rank, size)
 
     def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
         """Check that the output overlaps neither the input nor itself: the call is never in place."""
@@ -77,9 +82,10 @@ class _Encoded(CollectiveSpec):
         """The codes and the scales of elements of an Encoded. Raises ArgumentError for parts of a word."""
         block, bits = self._format.block, self._format.code_bits
         if start % (block * _WORD) or stop % (block * _WORD):
+            what = "x" if name == "input" else "out"
             raise ArgumentError(
                 f"{self.name} of {self.codec.name} codes: the parts of the ranks must be multiples of {block * _WORD} "
-                f"elements, 4 bytes of scales, and one is elements {start} to {stop} of {name}; pad the tensor, or let "
+                f"elements, 4 bytes of scales, and one is elements {start} to {stop} of {what}; pad the tensor, or let "
                 f"qccl encode its values: codec={self.codec.name!r}"
             )
         word = _WORD * 8
@@ -184,8 +190,12 @@ def _paired(words: tuple[Span, Span], wire: Span) -> Iterable[tuple[Span, Span]]
 
 def _bytes_of(
     call: Call, codec: MXFP8 | MXFP4 | NVFP4, arrays: Sequence[Any], what: str, *, writable: bool
-) -> list[Values]:
-    """The words of the codes and the scales of an Encoded. Raises ArgumentError if their sizes do not fit."""
+) -> tuple[Values, Values]:
+    """The codes and the scales of an Encoded.
+
+    Raises ArgumentError if their sizes do not fit, and InvalidBufferError if they are not aligned to words, which GPUs
+    need.
+    """
     names = f"{what}.codes", f"{what}.scales"
     codes, scales = (
         call.memory.from_array(array, dtype=BYTES, writable=writable, what=name)
@@ -197,4 +207,9 @@ def _bytes_of(
             f"{names[0]} has {codes.count} bytes, {count} elements, and {names[1]} {scales.count} bytes; a scale "
             f"belongs to {codec.block} elements, and there must be a multiple of 4 scales; pad the tensor"
         )
-    return [replace(each, count=each.count // _WORD, dtype=FLOAT32) for each in (codes, scales)]
+    for each in codes, scales:
+        if each.count and each.address % _WORD:
+            raise InvalidBufferError(
+                f"{each.what} begins at {each.address:#x}, not a multiple of {_WORD} bytes; pass a copy"
+            )
+    return codes, scales

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 from qccl import codecs
 from qccl.base import dtypes
 from qccl.base.arrays import Memory, Values, same_or_disjoint
-from qccl.base.dtypes import DType, DTypeLike
+from qccl.base.dtypes import BYTES, DType, DTypeLike
 from qccl.base.errors import ArgumentError
 from qccl.codecs.base import Codec
 from qccl.collectives.arguments import CodecLike, checked_chunk, count_of, integer, one_of, op_of
@@ -225,12 +225,13 @@ class CollectiveSpec(ABC):
         An output that is the whole input becomes the part of the input that receives the result.
         """
         for name, buffer in _declared(self, rank, size).items():
-            values, count = arrays[name], buffer.size
+            values, unit = arrays[name], "bytes" if arrays[name].dtype is BYTES else "elements"
+            count = buffer.nbytes // values.dtype.itemsize
             if values.count != count:
-                has = f"{values.what} has {values.count} elements"
+                has = f"{values.what} has {values.count} {unit}"
                 other = arrays.get({"input": "output", "output": "input"}.get(name, ""), values)
                 if other.count == count:
-                    raise ArgumentError(f"{other.what} has {count} elements, and {has}; they must be equal")
+                    raise ArgumentError(f"{other.what} has {count} {unit}, and {has}; they must be equal")
                 beside = "" if other is values else f"; {other.what} has {other.count}"
                 raise ArgumentError(
                     f"{has}, and {self.name} of {self.count} elements on {size} ranks needs {count} on rank "

@@ -115,9 +115,11 @@ def test_sums_of_encoded_tensors_are_refused(comm: qccl.Communicator) -> None:
     [
         (lambda: drawn("mxfp4", 256, 0, "swizzled"), "layout='swizzled' is not possible; scales must be row-major"),
         (lambda: Encoded(None, None, "minmax4"), "format='minmax4' is not possible; allowed are mxfp8, "),
+        (lambda: Encoded(None, None, {"compressor": "mxfp8"}), "format={'compressor': 'mxfp8'} is not possible"),  # type: ignore[arg-type]
         (lambda: Encoded(None, None, "mxfp4", 2.0), "mxfp4 has no tensor scale; leave tensor_scale=2.0 out"),
         (lambda: Encoded(None, None, "nvfp4", -1.0), "tensor_scale=-1.0 is not possible; it is a float32 above 0"),
         (lambda: Encoded(None, None, "nvfp4", "2"), "tensor_scale='2' is not possible"),
+        (lambda: Encoded(None, None, "nvfp4", 10**400), "tensor_scale=1000+ is not possible"),
         (
             lambda: Encoded(np.zeros(4, np.float32), None, "mxfp8"),
             "the codes of mxfp8 are an array of float32; allowed are uint8 and float8_e4m3fn",
@@ -149,8 +151,11 @@ def test_wrong_calls_are_refused(comm: qccl.Communicator) -> None:
     refused("out is an Encoded, and x is not", np.zeros(256, np.float32), out)
     refused("both must be the same", x, empty("mxfp8", 512))
     refused("needs decoded values", x, out, nonfinite="error")
-    refused("multiples of 128 elements", x, decoded, counts=[256 - 32, 256 + 32])
-    refused("needs", x, np.empty(256, np.float32))
+    refused("multiples of 128 .* elements 0 to 2.. of x; pad", x, decoded, counts=[256 - 32, 256 + 32])
+    refused("x.codes has 128 bytes, and all_gather of 256 .* needs 64 on", x, np.empty(256, np.float32))
+    bytes_ = np.zeros(132, np.uint8)
+    refused("x.codes begins at .*, not a multiple of 4 bytes", Encoded(bytes_[1:129], x.scales, "mxfp4"), out)
+    refused("x.scales begins at .*, not a multiple of 4 bytes", Encoded(x.codes, bytes_[2:10], "mxfp4"), out)
     refused("a scale belongs to 32 elements", Encoded(x.codes, x.scales[1:], "mxfp4"), out)
     refused("a scale belongs to 32 elements", Encoded(x.codes[:3], x.scales[:0], "mxfp4"), out)
     refused("overlap in memory", Encoded(out.codes[:128], x.scales, "mxfp4"), out)
@@ -158,6 +163,16 @@ def test_wrong_calls_are_refused(comm: qccl.Communicator) -> None:
     refused("is not contiguous", Encoded(np.zeros(256, np.uint8)[::2], x.scales, "mxfp4"), out)
     refused("is read-only", x, Encoded(np.frombuffer(bytes(256), np.uint8), out.scales, "mxfp4"))
     comm.quantized_all_gather(x, decoded)  # the group is usable
+
+
+@on_ranks(2)
+def test_only_decoded_values_are_checked_for_nan(comm: qccl.Communicator) -> None:
+    """The codes mean -6, and their bytes would be NaN as float32."""
+    x, out = Encoded(np.full(64, 0xFF, np.uint8), np.full(4, 127, np.uint8), "mxfp4"), np.empty(256, np.float32)
+    assert (comm.quantized_all_gather(x, out, nonfinite="error") == -6).all()
+    x.scales[3] = 255
+    with pytest.raises(qccl.ArgumentError, match=r"not finite at element 96 of out [^;]*\. The call has"):
+        comm.quantized_all_gather(x, out, nonfinite="error")
 
 
 @on_ranks(2)
