@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -12,12 +12,15 @@ from qccl.collectives.chunks import ChunkPolicy
 from qccl.collectives.operands import CallerBuffers, Nodes, RankGroup, ranks_by_node
 from qccl.collectives.partitions import partition_as_given
 from qccl.collectives.parts import PartsSpec, parts_of
-from qccl.collectives.rounds import AllGatherRound, Stage, alone, assemble, decode_all, pipeline
+from qccl.collectives.rounds import AllGatherRound, Stage, alone, assemble, pipeline
 from qccl.collectives.schedule import Exchange, Op, Schedule, Transfer
 from qccl.collectives.spec import Binding
 from qccl.collectives.wire import Encoding, Slots
 
 __all__ = ["AllGatherSpec", "all_gather", "all_gather_in_levels"]
+
+#: makes the round of a schedule, with the arguments of AllGatherRound
+_Make = Callable[..., AllGatherRound]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +47,18 @@ class AllGatherSpec(PartsSpec):
         return Binding(False, {"input": source.address, "output": target.address})
 
     def _schedule(self, group: RankGroup, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+        if group.size == 1:
+            return assemble("all_gather", group, buffers, alone(buffers, self.codec))
+        return self._gathered(group, buffers, chunking, AllGatherRound)
+
+    def _gathered(self, group: RankGroup, buffers: CallerBuffers, chunking: ChunkPolicy, make: _Make) -> Schedule:
+        """The schedule with rounds that ``make`` makes, in one level or two."""
         if self.node_ids:
-            return all_gather_in_levels(
-                group, buffers, self.codec, nodes=ranks_by_node(self.node_ids), chunking=chunking
-            )
-        return all_gather(group, buffers, self.codec, chunking=chunking)
+            return all_gather_in_levels(group, buffers, self.codec, make, ranks_by_node(self.node_ids), chunking)
+        return all_gather(group, buffers, self.codec, make, chunking)
 
 
-def all_gather(group: RankGroup, buffers: CallerBuffers, codec: Codec, *, chunking: ChunkPolicy) -> Schedule:
+def all_gather(group: RankGroup, buffers: CallerBuffers, codec: Codec, make: _Make, chunking: ChunkPolicy) -> Schedule:
     """All ranks get all parts; part r, of ``buffers.counts[r]`` elements, is rank r's.
 
     A rank decodes its own part, too, so that all ranks hold the same bits. Each rank sends its encoded part size - 1
@@ -59,9 +66,7 @@ def all_gather(group: RankGroup, buffers: CallerBuffers, codec: Codec, *, chunki
     """
     parts = partition_as_given(buffers.counts, codec, chunking)
     encoding = Encoding(parts, codec, buffers.dtype, chunking.depth, sums=True)
-    if group.size == 1:
-        return assemble("all_gather", group, buffers, alone(buffers, codec))
-    gather = AllGatherRound(group, encoding)
+    gather = make(group, encoding)
     encode_own = gather.encode(buffers.source, keep=buffers.target)
     ops = pipeline((0, encode_own), (0, gather.exchange()), (encoding.lag, gather.decode(buffers.target)))
     return assemble("all_gather", group, buffers, ops, gather)
@@ -71,7 +76,7 @@ def all_gather_in_levels(
     group: RankGroup,
     buffers: CallerBuffers,
     codec: Codec,
-    *,
+    make: _Make,
     nodes: Sequence[Sequence[int]],
     chunking: ChunkPolicy,
 ) -> Schedule:
@@ -85,7 +90,7 @@ def all_gather_in_levels(
     mates, partners = [rank for rank in levels.mine if rank != group.rank], levels.partners(group.rank)
     owners = {rank: rank for rank in (group.rank, *mates, *partners)}
     receivers = [*mates, *(levels.stands_for(node, group.rank) for node in levels.others)]
-    gather = AllGatherRound(group, encoding, owners=owners, receivers=receivers)
+    gather = make(group, encoding, owners=owners, receivers=receivers)
     forwarded = [(mate, maker) for mate in mates for maker in levels.partners(mate)]
     late = Slots(encoding, "forward.recv", {maker: maker for _, maker in forwarded})
 
@@ -98,5 +103,5 @@ def all_gather_in_levels(
 
     lag, target = encoding.lag, buffers.target
     stages: list[Stage] = [(0, gather.encode(buffers.source, keep=target)), (0, gather.exchange()), (lag, forward)]
-    stages += [(lag, gather.decode(target)), (lag + lag, decode_all(late, target))]
+    stages += [(lag, gather.decode(target)), (lag + lag, gather.decode(target, late))]
     return assemble("two_levels", group, buffers, pipeline(*stages), gather, late)

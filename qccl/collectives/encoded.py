@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from qccl.base.arrays import Values, check_disjoint
@@ -14,12 +15,12 @@ from qccl.codecs.none import NoCodec
 from qccl.collectives.all_gather import AllGatherSpec
 from qccl.collectives.all_to_all import AllToAllSpec
 from qccl.collectives.chunks import ChunkPolicy
-from qccl.collectives.operands import Arrays, CallerBuffers, RankGroup
+from qccl.collectives.operands import Arrays, CallerBuffers, Places, RankGroup
 from qccl.collectives.partitions import Segment, partition_as_given
-from qccl.collectives.rounds import assemble, merged, pipeline
+from qccl.collectives.rounds import AllGatherRound, assemble, merged, pipeline
 from qccl.collectives.schedule import Buffer, Decode, Encode, Op, Reduce, Role, Schedule, Span
 from qccl.collectives.spec import Binding, Call, CollectiveSpec
-from qccl.collectives.wire import ByChunk, Encoding, Slots, exchange, to_all
+from qccl.collectives.wire import ByChunk, Encoding, Slots, exchange
 
 __all__ = ["EncodedAllGatherSpec", "EncodedAllToAllSpec"]
 
@@ -140,18 +141,24 @@ class EncodedAllGatherSpec(_Encoded, AllGatherSpec):
         return self._buffers(lengths[rank], sum(lengths), lengths)
 
     def _schedule(self, group: RankGroup, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
-        encoding = Encoding(
-            partition_as_given(buffers.counts, self.codec, chunking), self.codec, self.dtype, chunking.depth
-        )
-        rank, segments = group.rank, encoding.segments
-        send = Slots(encoding, "gather.send", {rank: rank})
-        recv = Slots(encoding, "gather.recv", {other: other for other in group.others})
-        packed = self._pack(send, rank, sum(buffers.counts[:rank]))
-        own = self._unpack(send, rank, segments[rank])
-        others = merged(*[self._unpack(recv, other, segments[other]) for other in group.others])
-        moved = exchange(to_all(group.others, send), recv.wires)
-        ops = pipeline((0, merged(packed, moved)), (0, own), (encoding.lag, others))
-        return assemble("all_gather", group, buffers, ops, send, recv)
+        return self._gathered(group, buffers, chunking, partial(_EncodedRound, self))
+
+
+class _EncodedRound(AllGatherRound):
+    """A round whose wires are copies."""
+
+    def __init__(self, spec: EncodedAllGatherSpec, group: RankGroup, encoding: Encoding, **how: Any) -> None:
+        super().__init__(group, encoding, **how)
+        self._spec = spec
+
+    def encode(self, source: Places, keep: Places | None = None) -> ByChunk:
+        rank = self._group.rank
+        packed = self._spec._pack(self._send, rank, sum(self._spec.lengths(self._group.size)[:rank]))
+        return packed if keep is None else merged(packed, self.decode(keep, self._send))
+
+    def decode(self, target: Places, slots: Slots | None = None) -> ByChunk:
+        slots, segments = slots or self._recv, self.encoding.segments
+        return merged(*[self._spec._unpack(slots, peer, segments[part]) for peer, part in slots.parts.items()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

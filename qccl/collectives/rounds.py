@@ -145,9 +145,9 @@ class AllGatherRound(Round):
         """Send the own wire to the receivers, and receive the owners' wires."""
         return exchange(to_all(self._receivers, self._send), self._recv.wires)
 
-    def decode(self, target: Places) -> ByChunk:
-        """Decode the others' parts into place."""
-        return decode_all(self._recv, target, self._round)
+    def decode(self, target: Places, slots: Slots | None = None) -> ByChunk:
+        """Decode the others' parts, or those in other ``slots``, into place."""
+        return decode_all(slots or self._recv, target, self._round)
 
     def reduce(self, combine: Combine, target: Places) -> ByChunk:
         """Combine all wires, the own one included, in the group's order; all ranks own the same part."""

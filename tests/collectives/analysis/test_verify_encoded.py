@@ -22,6 +22,7 @@ from qccl.collectives.analysis import postconditions as expect
 from qccl.collectives.analysis.symbolic import Postcondition
 from qccl.collectives.analysis.verify import verify
 from qccl.collectives.schedule import Decode, Encode, Op, Role, Schedule, Span
+from qccl.collectives.topology import crossing_nbytes, for_nodes
 
 #: by format, the tensor scale
 FORMATS = {"mxfp8": None, "mxfp8:type=e5m2": None, "mxfp4": None, "nvfp4": 0.37}
@@ -69,7 +70,9 @@ def scaled(wanted: Iterator[Postcondition], scale: float) -> Iterator[Postcondit
     return (replace(each, scale=scale) for each in wanted)
 
 
-def check(collective: str, name: str, output: str | None, size: int, seed: int) -> None:
+def check(
+    collective: str, name: str, output: str | None, size: int, seed: int, node_ids: tuple[int, ...] = ()
+) -> None:
     """Verify the schedules of a call whose parts have random sizes, in chunks of which several are under way."""
     drawn = random.Random(f"{collective} {name} {output} {size} {seed}")
     codec, how = Encoded(b"", b"", name).codec, {"tensor_scale": FORMATS[name], "decodes": output is not None}
@@ -78,7 +81,7 @@ def check(collective: str, name: str, output: str | None, size: int, seed: int) 
     if collective == "all_gather":
         parts = counts[0]
         gather = EncodedAllGatherSpec.from_arguments(sum(parts), *shared, counts=parts, **how)
-        specs: list[CollectiveSpec] = [gather] * size
+        specs: list[CollectiveSpec] = [replace(gather, node_ids=node_ids)] * size
         wanted, given = partial(expect.all_gather, counts=parts), partial(expect.given_parts, counts=parts)
     else:
         rows = zip(counts, zip(*counts, strict=True), strict=True)
@@ -108,3 +111,16 @@ def test_accepts_sizes_to_16(collective: str, name: str, output: str | None) -> 
 @pytest.mark.parametrize("output", OUTPUTS[:2])
 def test_accepts_64_ranks(collective: str, output: str | None) -> None:
     check(collective, "nvfp4", output, 64, seed=0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_accepts_an_all_gather_in_two_levels(name: str, output: str | None) -> None:
+    for node_ids in ((0, 0, 1, 1), (0, 1, 1, 2, 0), (0, 1, 0, 1, 0, 1)):
+        check("all_gather", name, output, len(node_ids), seed=1, node_ids=node_ids)
+
+
+def test_in_two_levels_codes_cross_once_between_two_nodes() -> None:
+    how = {"tensor_scale": None, "decodes": False}
+    spec, nodes = EncodedAllGatherSpec.from_arguments(6 << 12, "float32", "mxfp8", None, **how), (0, 0, 0, 1, 1, 1)
+    assert crossing_nbytes(spec, nodes) == 3 * crossing_nbytes(for_nodes(spec, nodes), nodes)
