@@ -108,7 +108,7 @@ class Collectives:
                 (``refcheck=False``).
             chunk: the most elements of a chunk, the unit of the pipeline; None means a default by size.
             timeout: seconds for this call; None means the communicator's.
-            nonfinite: "propagate" passes NaN and infinity on (their whole bucket becomes NaN); "error" raises
+            nonfinite: "propagate" passes NaN and infinity on (their bucket or block becomes NaN); "error" raises
                 ArgumentError on every rank if the result has any, and names the first such element. On the host, if no
                 other call was running, the error also names the first such element of this rank's input.
             key: a name for ``x``, such as "layer1.weight", which the ranks compare; codecs with "+ef" or "+nesterov"
