@@ -70,9 +70,7 @@ def scaled(wanted: Iterator[Postcondition], scale: float) -> Iterator[Postcondit
     return (replace(each, scale=scale) for each in wanted)
 
 
-def check(
-    collective: str, name: str, output: str | None, size: int, seed: int, node_ids: tuple[int, ...] = ()
-) -> None:
+def check(collective: str, name: str, output: str | None, size: int, seed: int, node_ids: tuple[int, ...] = ()) -> None:
     """Verify the schedules of a call whose parts have random sizes, in chunks of which several are under way."""
     drawn = random.Random(f"{collective} {name} {output} {size} {seed}")
     codec, how = Encoded(b"", b"", name).codec, {"tensor_scale": FORMATS[name], "decodes": output is not None}
