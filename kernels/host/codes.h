@@ -142,8 +142,8 @@ QCCL_FN void store_bytes(__m128i bytes, u8* to) {
 }
 
 template <int Bits>
-QCCL_FN void store_codes(const i32xN& codes, u8* to) {
-  store_bytes<Bits>((__m128i)narrow(codes), to);
+QCCL_FN void store_bytes(Bytes bytes, u8* to) {
+  store_bytes<Bits>((__m128i)bytes, to);
 }
 
 // Converts kTogether * 16 codes at once, whose bytes fill a register, with fewer instructions. The packing instructions
@@ -235,7 +235,7 @@ QCCL_FN i32xN load_codes(const u8* from) {
 QCCL_FN ManyBytes narrow_together(const i32xN (&x)[kTogether]) { return narrow(x[0]); }
 
 template <int Bits>
-QCCL_FN void store_together(const ManyBytes& bytes, u8* to) {
+QCCL_FN void store_bytes(Bytes bytes, u8* to) {
   if constexpr (Bits == 8) {
     __builtin_memcpy(to, &bytes, sizeof bytes);
   } else {
@@ -247,15 +247,20 @@ QCCL_FN void store_together(const ManyBytes& bytes, u8* to) {
 }
 
 template <int Bits>
-QCCL_FN void store_codes(const i32xN& codes, u8* to) {
-  store_together<Bits>(narrow(codes), to);
+QCCL_FN void store_together(const ManyBytes& bytes, u8* to) {
+  store_bytes<Bits>(bytes, to);
 }
 #endif
 
-// The codes of less than sixteen values, with space for sixteen.
+template <int Bits>
+QCCL_FN void store_codes(const i32xN& codes, u8* to) {
+  store_bytes<Bits>(narrow(codes), to);
+}
+
+// The codes of less than 32 values, with space for 32.
 template <int Bits>
 struct SomeCodes {
-  u8 bytes[16] = {};
+  u8 bytes[32] = {};
 
   void read(const u8* from, u32 n) { __builtin_memcpy(bytes, from, packed_nbytes(n, Bits)); }
 

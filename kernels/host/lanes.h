@@ -89,14 +89,17 @@ QCCL_FN Lanes<To> cast(const Lanes<From>& x) {
 }
 
 // Loads and stores at any address, one register at a time: the compiler would copy the whole struct through memory.
+template <class Part>
+QCCL_FN Part load_part(const void* from) {
+  Part part;
+  __builtin_memcpy(&part, from, sizeof part);
+  return part;
+}
+
 template <class E>
 QCCL_FN Lanes<E> load_lanes(const void* from) {
   Lanes<E> lanes;
-  QCCL_EACH_PART {
-    typename Lanes<E>::Part part;
-    __builtin_memcpy(&part, static_cast<const u8*>(from) + p * kRegisterBytes, kRegisterBytes);
-    lanes.part[p] = part;
-  }
+  QCCL_EACH_PART lanes.part[p] = load_part<typename Lanes<E>::Part>(static_cast<const u8*>(from) + p * kRegisterBytes);
   return lanes;
 }
 

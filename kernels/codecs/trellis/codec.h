@@ -95,7 +95,7 @@ QCCL_FN float trellis_unit(u32 share, const TrellisFrame& frame, const TrellisLe
 QCCL_FN float trellis_inverse(float unit) { return unit > 0.0f ? 1.0f / unit : 0.0f; }
 
 // The value of a level in units.
-QCCL_FN float trellis_level(i32 level, const TrellisLevels& levels) {
+QCCL_FN constexpr float trellis_level(i32 level, const TrellisLevels& levels) {
   const float u = (float)(2 * level - levels.top) * levels.step;
   return u * (1.0f + u * u);
 }
@@ -113,7 +113,7 @@ QCCL_FN i32 trellis_window(float position, const TrellisLevels& levels) {
   return first < levels.top - 3 ? first : levels.top - 3;
 }
 
-QCCL_FN i32 trellis_candidate(i32 window, u32 level_class) { return window + (i32)((level_class - (u32)window) & 3); }
+QCCL_FN constexpr i32 trellis_candidate(i32 window, u32 level_class) { return window + (i32)((level_class - (u32)window) & 3); }
 
 // The class of a code's level, from the lowest bits of the code and of the two before it.
 QCCL_FN u32 trellis_class(u32 bit, u32 before, u32 before_that) { return 2 * (bit ^ before_that) + before; }

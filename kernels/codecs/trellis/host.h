@@ -7,16 +7,35 @@
 
 namespace QCCL_NAMESPACE {
 
-// `number` in the lanes whose bits are set, 0 in the others.
-QCCL_FN i32xN where(u32 bits, i32 number) {
+using u16xN = Lanes<u16>;  // one lane for each of the 32 sequences
+
+// x, with `number` subtracted in the lanes whose bits are set.
+QCCL_FN u16xN subtract_where(u32 bits, u16xN x, u16 number) {
 #if defined(QCCL_AVX512)
-  return {(i32xN::Part)_mm512_maskz_set1_epi32((__mmask16)bits, number)};
+  x.part[0] = (u16xN::Part)_mm512_mask_sub_epi16((__m512i)x.part[0], bits, (__m512i)x.part[0], _mm512_set1_epi16((short)number));
 #else
-  alignas(64) static constexpr i32 places[kLanes] = {1,   2,   4,    8,    16,   32,   64,    128,
-                                                     256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-  i32xN lanes = load_lanes<i32>(places);
-  QCCL_EACH_PART lanes.part[p] = ((lanes.part[p] & (i32)bits) != 0) & number;
-  return lanes;
+  alignas(32) static constexpr u16 places[16] = {1,   2,   4,    8,    16,   32,   64,    128,
+                                                 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+  constexpr u32 lanes = kRegisterBytes / 2;
+  QCCL_EACH_PART {
+    const auto place = load_part<u16xN::Part>(places + p * lanes % 16);
+    x.part[p] -= (u16xN::Part)((place & (u16)(bits >> p * lanes / 16 * 16)) != 0) & number;
+  }
+#endif
+  return x;
+}
+
+// The numbers of two registers, 0 to 32767, in one.
+QCCL_FN u16xN::Part halve(const i32xN::Part& a, const i32xN::Part& b) {
+#if defined(QCCL_AVX512)
+  const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+  return (u16xN::Part)_mm512_permutexvar_epi64(order, _mm512_packus_epi32((__m512i)a, (__m512i)b));
+#elif defined(QCCL_AVX2)
+  return (u16xN::Part)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)a, (__m256i)b), 0xd8);
+#elif defined(__SSE2__)
+  return (u16xN::Part)_mm_packs_epi32((__m128i)a, (__m128i)b);
+#else
+  return __builtin_shufflevector((u16xN::Part)a, (u16xN::Part)b, 0, 2, 4, 6, 8, 10, 12, 14);
 #endif
 }
 
@@ -40,28 +59,15 @@ QCCL_FN f32xN trellis_level(const i32xN& odd, const TrellisLevels& levels) {
   return u * (u * u + 1.0f);
 }
 
-QCCL_FN i32xN trellis_window(const f32xN& position, const TrellisLevels& levels) {
-  const f32xN z = least(greatest(position, all_lanes(-2.0f)), all_lanes(2.0f));
-  const f32xN s = z * z;
-  f32xN u = z * (s * 0.9056f + 0.987f);
-  const f32xN below = s * (s * 0.093f + 1.6856f) + 1.0f;
-  QCCL_EACH_PART u.part[p] /= below.part[p];
-  const float half = 0.5f * (float)levels.top;
-  return least(greatest(truncate(u * half + half) - 1, all_lanes(0)), all_lanes(levels.top - 3));
-}
-
-constexpr u32 kTrellisSteps = kTrellisBucket / kTrellisSequences;
-constexpr u32 kTrellisParts = kTrellisSequences / kLanes;
-
 // The bits of 1.5 * 2^23: adding a small integer to the bits adds it to the number.
 constexpr i32 kTrellisWindow = 0x4b400000;
 constexpr float kTrellisWindowFloat = 12582912.0f;
 
 // The encoder's memory for a bucket. Arrays have space for a last step of all sequences.
 struct TrellisScratch {
-  alignas(64) float x[kTrellisBucket];  // values, then distances from the centre, then positions
-  alignas(64) i32 windows[kTrellisBucket];  // kTrellisWindow + twice the number of the first level
-  u16 decisions[kTrellisSteps][kTrellisParts][4];  // for each state, the sequences where its second predecessor is better
+  alignas(64) float x[kTrellisBucket];                   // values, then distances from the centre, then positions
+  alignas(64) i32 windows[kTrellisBucket];               // the number of the first candidate level, plus one
+  u32 decisions[kTrellisBucket / kTrellisSequences][4];  // for each state, the sequences where its second predecessor is better
   float distances[kTrellisBlocks];
   u32 words[kTrellisOutliers];
   u8 shares[kTrellisBlocks];
@@ -104,10 +110,7 @@ QCCL_LOOP static TrellisSurvey trellis_survey(TrellisScratch& scratch, const Tre
     }
     low[b] = -greatest_lane(all_lanes(-0.0f) - bottom), high[b] = greatest_lane(top);
   }
-  alignas(64) i32 each[kLanes];
-  store_lanes(keys, each);
-  i32 size = 0;
-  for (const i32 key : each) size = key > size ? key : size;
+  const i32 size = greatest_lane(keys);
   if (size >= kInfinite) return {float_of(kQuietNan), false};
   float centre = 0.0f;
   if (float_of((u32)size) < kTrellisHuge) {
@@ -150,13 +153,21 @@ static inline float trellis_take_outliers(TrellisScratch& scratch, const Trellis
   return largest;
 }
 
-// Replaces distances by positions in units, and finds their windows.
+// One register of lanes: the search's costs and errors of more would not fit the registers.
+using FloatPart = f32xN::Part;
+using IntPart = i32xN::Part;
+constexpr u32 kPartLanes = kLanes / kParts;
+
+// Replaces distances by positions in units, and finds their windows like trellis_window(). The position needs no limits here:
+// it is at most 2 / reach, and for positions beyond 2 the formula gives the first or last window.
 QCCL_LOOP static void trellis_positions(TrellisScratch& scratch, TrellisBlock block, float pre, float inverse,
-                                    const TrellisLevels levels) {
+                                        const TrellisLevels levels) {
+  const float half = 0.5f * (float)levels.top;
   for (u32 i = block.begin; i < block.end; i += kLanes) {
-    const f32xN position = load_lanes<float>(scratch.x + i) * pre * inverse;
+    const f32xN position = load_lanes<float>(scratch.x + i) * pre * inverse, s = position * position;
+    const f32xN u = position * (s * 0.9056f + 0.987f) / (s * (s * 0.093f + 1.6856f) + 1.0f);
     store_lanes(position, scratch.x + i);
-    store_lanes((trellis_window(position, levels) << 1) + kTrellisWindow, scratch.windows + i);
+    store_lanes(least(greatest(truncate(u * half + half), all_lanes(1)), all_lanes(levels.top - 2)), scratch.windows + i);
   }
 }
 
@@ -164,11 +175,6 @@ QCCL_LOOP static void trellis_positions(TrellisScratch& scratch, TrellisBlock bl
 struct TrellisEnds {
   u32 bit, before;
 };
-
-// One register of lanes: the search's costs and errors of more would not fit the registers.
-using FloatPart = f32xN::Part;
-using IntPart = i32xN::Part;
-constexpr u32 kPartLanes = kLanes / kParts;
 
 QCCL_FN u32 bits_of_less(const FloatPart& a, const FloatPart& b) {
 #if defined(QCCL_AVX512)
@@ -185,74 +191,120 @@ QCCL_FN u32 bits_of_less(const FloatPart& a, const FloatPart& b) {
 #endif
 }
 
-// The best paths to each state, for the sequences of register p. A state is the lowest bits of the last two codes.
-QCCL_FN TrellisEnds trellis_search_part(TrellisScratch& scratch, u32 steps, u32 part, u32 p, const TrellisLevels& levels) {
+// The values of the candidate levels of each class: for AVX-512 by the number in scratch.windows, for AVX2 by a quarter of
+// the level's number. Up to 4 bits they fit the two registers of a permutation, or one.
+template <int Bits>
+struct TrellisTable {
+  float at[4][2 * kLanes] = {};
+
+  constexpr TrellisTable() {
+    for (i32 i = 0; i < (i32)(2 * kLanes); ++i) {
+      const i32 window = kParts == 1 ? i - 1 : 4 * i;
+      for (u32 c = 0; c < 4; ++c) at[c][i] = trellis_level(trellis_candidate(window, c), trellis_levels(Bits));
+    }
+  }
+};
+
+// The values of the candidate levels of class c. `first` is a number in scratch.windows.
+template <int Bits>
+QCCL_FN FloatPart trellis_candidates(const IntPart& first, i32 c) {
+#if defined(QCCL_AVX512) || defined(QCCL_AVX2)
+  if constexpr (Bits <= 4) {
+    alignas(64) static constexpr TrellisTable<Bits> table;
+#if defined(QCCL_AVX512)
+    const __m512 low = _mm512_load_ps(table.at[c]), high = _mm512_load_ps(table.at[c] + kLanes);
+    return (FloatPart)_mm512_permutex2var_ps(low, (__m512i)first, high);
+#else
+    return (FloatPart)_mm256_permutevar8x32_ps(_mm256_load_ps(table.at[c]), (__m256i)((first + (2 - c)) >> 2));
+#endif
+  }
+#endif
+  // the level of class c, less c, is a multiple of four
+  constexpr TrellisLevels levels = trellis_levels(Bits);
+  const FloatPart twice = (FloatPart)(((first << 1) + (kTrellisWindow + 2 * (2 - c))) & ~7);
+  const FloatPart u = (twice - (kTrellisWindowFloat - (float)(2 * c - levels.top))) * levels.step;
+  return u * (u * u + 1.0f);
+}
+
+// The best paths to each state, for the sequences of register q. A state is the lowest bits of the last two codes.
+template <int Bits>
+QCCL_LOOP void trellis_search(TrellisScratch& scratch, u32 padded, u32 q, TrellisEnds& ends) {
   FloatPart cost[4] = {FloatPart{}, 1e30f - FloatPart{}, 1e30f - FloatPart{}, 1e30f - FloatPart{}};
-  const u32 shift = p * kPartLanes;
-  for (u32 t = 0; t < steps; ++t) {
-    const u32 at = t * kTrellisSequences + part * kLanes + shift;
-    FloatPart position;
-    IntPart window;
-    __builtin_memcpy(&position, scratch.x + at, sizeof position);
-    __builtin_memcpy(&window, scratch.windows + at, sizeof window);
-    FloatPart error[4];
-    for (i32 c = 0; c < 4; ++c) {  // the window's level of class c, less c, is a multiple of four
-      const FloatPart twice = (FloatPart)((window + 2 * (3 - c)) & ~7);
-      const FloatPart u = (twice - (kTrellisWindowFloat - (float)(2 * c - levels.top))) * levels.step;
-      error[c] = position - u * (u * u + 1.0f);
+  const u32 shift = q * kPartLanes;
+  for (u32 i = 0; i < padded; i += kTrellisSequences) {
+    const auto position = load_part<FloatPart>(scratch.x + i + shift);
+    const auto first = load_part<IntPart>(scratch.windows + i + shift);
+    FloatPart next[4], error[4];
+    for (i32 c = 0; c < 4; ++c) {
+      error[c] = position - trellis_candidates<Bits>(first, c);
       error[c] = error[c] * error[c];
     }
-    FloatPart next[4];
-    u16* decisions = scratch.decisions[t][part];
+    u32* decisions = scratch.decisions[i / kTrellisSequences];
     for (u32 state = 0; state < 4; ++state) {
       const u32 bit = state / 2, before = state % 2;
-      const FloatPart first = cost[2 * before] + error[trellis_class(bit, before, 0)];
-      const FloatPart second = cost[2 * before + 1] + error[trellis_class(bit, before, 1)];
-      const u32 turn = bits_of_less(second, first);
-      decisions[state] = (u16)(p ? decisions[state] | turn << shift : turn);
-      next[state] = second < first ? second : first;
+      const FloatPart one = cost[2 * before] + error[trellis_class(bit, before, 0)];
+      const FloatPart two = cost[2 * before + 1] + error[trellis_class(bit, before, 1)];
+      next[state] = two < one ? two : one;
+      const u32 turn = bits_of_less(next[state], one);  // for `two` the compiler would use no minimum instruction
+      if constexpr (kPartLanes >= 8) {
+        __builtin_memcpy(reinterpret_cast<u8*>(decisions + state) + shift / 8, &turn, kPartLanes / 8);
+      } else {
+        decisions[state] = q ? decisions[state] | turn << shift : turn;
+      }
     }
     for (u32 state = 0; state < 4; ++state) cost[state] = next[state];
   }
   const auto lesser = [](const FloatPart& a, const FloatPart& b) QCCL_INLINE { return a < b ? a : b; };
   const u32 odd01 = bits_of_less(cost[1], cost[0]), odd23 = bits_of_less(cost[3], cost[2]);
   const u32 bit = bits_of_less(lesser(cost[3], cost[2]), lesser(cost[1], cost[0]));
-  return {bit << shift, ((bit & odd23) | (~bit & odd01)) << shift};
+  ends.bit |= bit << shift, ends.before |= ((bit & odd23) | (~bit & odd01)) << shift;
 }
 
-QCCL_LOOP static TrellisEnds trellis_search(TrellisScratch& scratch, u32 steps, u32 part, const TrellisLevels levels) {
-  TrellisEnds all = trellis_search_part(scratch, steps, part, 0, levels);
-  for (u32 p = 1; p < kParts; ++p) {
-    const TrellisEnds some = trellis_search_part(scratch, steps, part, p, levels);
-    all = {all.bit | some.bit, all.before | some.before};
-  }
-  return all;
+// Stores the codes of a step.
+template <int Bits>
+QCCL_FN void trellis_store(const u16xN& codes, u8* to) {
+#if defined(QCCL_AVX2)
+  const __m256i bytes = _mm256_packus_epi16((__m256i)codes.part[0], (__m256i)codes.part[1]);
+  store_together<Bits>(_mm256_permute4x64_epi64(bytes, 0xd8), to);
+#else
+#if defined(QCCL_AVX512)
+  const __m256i bytes = _mm512_cvtepi16_epi8((__m512i)codes.part[0]);
+  const Bytes first = (Bytes)_mm256_castsi256_si128(bytes), second = (Bytes)_mm256_extracti128_si256(bytes, 1);
+#else
+  const auto lower = [](const u16xN::Part& a, const u16xN::Part& b) QCCL_INLINE {
+    return __builtin_shufflevector((Bytes)a, (Bytes)b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  };
+  const Bytes first = lower(codes.part[0], codes.part[1]), second = lower(codes.part[2], codes.part[3]);
+#endif
+  store_bytes<Bits>(first, to);
+  store_bytes<Bits>(second, to + 2 * Bits);
+#endif
 }
 
 // Follows the best paths backwards and stores the codes, the last step first.
 template <int Bits>
-QCCL_LOOP void trellis_trace(const TrellisScratch& scratch, u32 steps, const TrellisEnds (&ends)[kTrellisParts], u32 n,
-                             u8* codes) {
-  u32 bit[kTrellisParts], before[kTrellisParts];
-  for (u32 part = 0; part < kTrellisParts; ++part) bit[part] = ends[part].bit, before[part] = ends[part].before;
+QCCL_LOOP void trellis_trace(const TrellisScratch& scratch, u32 steps, TrellisEnds ends, u32 n, u8* codes) {
+  u32 bit = ends.bit, before = ends.before;
   for (u32 t = steps; t-- > 0;) {
-    for (u32 part = 0; part < kTrellisParts; ++part) {
-      const u32 at = t * kTrellisSequences + part * kLanes, last = bit[part], other = before[part];
-      const u16* decisions = scratch.decisions[t][part];
-      const u32 that = (last & ((other & decisions[3]) | (~other & decisions[2]))) |
-                       (~last & ((other & decisions[1]) | (~other & decisions[0])));
-      const i32xN window = load_lanes<i32>(scratch.windows + at);
-      const i32xN twice = window + ((where(last ^ that, 4) + where(other, 2) - window) & 6);
-      const i32xN code = ((twice & 0x3f8) >> 2) + where(last, 1);
-      if (at + kLanes <= n) {
-        store_codes<Bits>(code, codes + at / 8 * Bits);
-      } else if (at < n) {
-        SomeCodes<Bits> some;
-        store_codes<Bits>(code, some.bytes);
-        some.write(codes + at / 8 * Bits, n - at);
-      }
-      bit[part] = other, before[part] = that;
+    const u32 at = t * kTrellisSequences;
+    const u32* d = scratch.decisions[t];
+    const u32 even = d[0] ^ (bit & (d[0] ^ d[2])), odd = d[1] ^ (bit & (d[1] ^ d[3])), that = even ^ (before & (even ^ odd));
+    u16xN first;
+    QCCL_EACH_PART {
+      const i32* windows = scratch.windows + at + 2 * p * kPartLanes;
+      first.part[p] = halve(load_part<IntPart>(windows), load_part<IntPart>(windows + kPartLanes));
     }
+    // The level of class c, less c, is the first multiple of four from `first` - 1 - c on.
+    const u16xN level = subtract_where(bit ^ that, subtract_where(before, first + (u16)2, 1), 2);
+    const u16xN code = subtract_where(~bit, ((level >> (u16)2) << (u16)1) + (u16)1, 1);
+    if (at + kTrellisSequences <= n) {
+      trellis_store<Bits>(code, codes + at / 8 * Bits);
+    } else {
+      SomeCodes<Bits> some;
+      trellis_store<Bits>(code, some.bytes);
+      some.write(codes + at / 8 * Bits, n - at);
+    }
+    bit = before, before = that;
   }
 }
 
@@ -277,10 +329,9 @@ void trellis_encode_bits(TrellisScratch& scratch, const TrellisOptions& o, u32 n
     for (u32 b = 0; b < blocks; ++b) {
       trellis_positions(scratch, trellis_block(b, o.block, padded), frame.pre, inverses[b], levels);
     }
-    const u32 steps = padded / kTrellisSequences;
-    TrellisEnds ends[kTrellisParts];
-    for (u32 part = 0; part < kTrellisParts; ++part) ends[part] = trellis_search(scratch, steps, part, levels);
-    trellis_trace<Bits>(scratch, steps, ends, n, codes);
+    TrellisEnds ends = {};
+    for (u32 q = 0; q < kTrellisSequences / kPartLanes; ++q) trellis_search<Bits>(scratch, padded, q, ends);
+    trellis_trace<Bits>(scratch, padded / kTrellisSequences, ends, n, codes);
   } else {
     for (u32 k = 0; k < o.outliers; ++k) scratch.words[k] = kTrellisNoOutlier;
     __builtin_memset(codes, 0, packed_nbytes(n, Bits));
@@ -299,7 +350,7 @@ static inline void trellis_encode(const HostTeam&, const TrellisOptions& o, cons
 
 // The codes of the two steps before.
 struct TrellisPast {
-  i32xN before[kTrellisParts], before_that[kTrellisParts];
+  i32xN before[kTrellisSequences / kLanes], before_that[kTrellisSequences / kLanes];
 };
 
 // Decodes a block to y. Codes are readable up to whole lanes.
@@ -309,7 +360,7 @@ QCCL_LOOP void trellis_decode_lanes(const u8* codes, TrellisBlock block, float u
   constexpr TrellisLevels levels = trellis_levels(Bits);
   TrellisPast p = past;
   for (u32 i = block.begin; i < block.end; i += kTrellisSequences) {
-    for (u32 part = 0; part < kTrellisParts; ++part) {
+    for (u32 part = 0; part < kTrellisSequences / kLanes; ++part) {
       const u32 at = i + part * kLanes;
       const i32xN code = load_codes<Bits>(codes + at / 8 * Bits);
       const i32xN level = ((code & ~1) << 1) + (((code ^ p.before_that[part]) & 1) << 1) + (p.before[part] & 1);
