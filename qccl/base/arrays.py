@@ -347,6 +347,6 @@ def refuse_nonfinite(memory: Memory, outputs: Iterable[Values], about_inputs: st
         if first is not None:
             raise ArgumentError(
                 f"the result is not finite at element {first} of {values.what} (and perhaps later: one input that "
-                f"is not finite spoils its bucket or block, and a sum may overflow){about_inputs}. The call has written "
-                f'the output; nonfinite="error" requests this error'
+                f"is not finite spoils its bucket or block, and a sum may overflow){about_inputs}. The call has "
+                f'written the output; nonfinite="error" requests this error'
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -114,18 +114,15 @@ class _Encoded(CollectiveSpec):
         """Decode, or copy, the wires of a peer to ``segments`` of the output."""
         ops: list[list[Op]] = [[] for _ in slots.wires]
         for segment, wire in zip(segments, slots.spans(peer), strict=True):
-            ops[segment.chunk] += self._unpacked(wire, segment)
-        return ops
-
-    def _unpacked(self, wire: Span, segment: Segment) -> Iterator[Op]:
-        if not self.decodes:
-            for target, piece in _paired(self._words("output", segment.start, segment.stop), wire):
-                yield Decode(_COPY, piece, target)
-        elif self.tensor_scale is None:
-            yield Decode(self.codec, wire, Span("output", segment.start, segment.stop))
-        else:
             target = Span("output", segment.start, segment.stop)
-            yield Reduce(self.codec, (wire,), None, 0, None, target, scale=self.tensor_scale)
+            if not self.decodes:
+                pieces = _paired(self._words("output", segment.start, segment.stop), wire)
+                ops[segment.chunk] += [Decode(_COPY, piece, words) for words, piece in pieces]
+            elif self.tensor_scale is None:
+                ops[segment.chunk].append(Decode(self.codec, wire, target))
+            else:
+                ops[segment.chunk].append(Reduce(self.codec, (wire,), None, 0, None, target, scale=self.tensor_scale))
+        return ops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
