@@ -18,8 +18,8 @@ QCCL_FN u16xN subtract_where(u32 bits, u16xN x, u16 number) {
                                                  256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
   constexpr u32 lanes = kRegisterBytes / 2;
   QCCL_EACH_PART {
-    const auto place = load_part<u16xN::Part>(places + p * lanes % 16);
-    x.part[p] -= (u16xN::Part)((place & (u16)(bits >> p * lanes / 16 * 16)) != 0) & number;
+    const u16 of_part = (u16)(bits >> p * lanes / 16 * 16);
+    x.part[p] -= (u16xN::Part)((load_part<u16xN::Part>(places + p * lanes % 16) & of_part) != 0) & number;
   }
 #endif
   return x;
