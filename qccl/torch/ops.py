@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from qccl.torch.fsdp import checked_communicator
 __all__ = ["register_group"]
 
 _groups = weakref.WeakValueDictionary[str, Communicator]()
+_naming = threading.Lock()
 _library = torch.library.Library("qccl", "FRAGMENT")  # the operators exist as long as this object
 _operators: list[Any] = []  # those with an ordered effect
 _fault: Exception | None = None  # PyTorch has no such effect
@@ -41,10 +43,11 @@ def register_group(name: str, comm: Communicator) -> None:
     keep the communicator alive. When it is closed or has failed, another one, such as shrink() makes, may get the name,
     and compiled programs go on with that. Raises ArgumentError for the name of another group that is still usable.
     """
-    other = _groups.get(name)
-    if other is not None and other is not comm and other.is_usable:
-        raise ArgumentError(f"{other!r} has the name {name!r} already; close it first, or give {comm!r} another name")
-    _groups[name] = checked_communicator(comm)
+    with _naming:  # ranks that are threads name their communicators at the same time
+        other = _groups.get(name)
+        if other is not None and other is not comm and other.is_usable:
+            raise ArgumentError(f"{other!r} has the name {name!r} already; close it first, or give {comm!r} another")
+        _groups[name] = checked_communicator(comm)
 
 
 def _group(name: str, size: int | None = None) -> Communicator:

@@ -6,6 +6,8 @@ import gc
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import on_ranks as processes
+import patience
 import pytest
 import torch
 from thread_ranks import on_ranks
@@ -146,6 +149,29 @@ def test_a_name_belongs_to_one_open_group(comm: qccl.Communicator) -> None:
         OPS.all_reduce(x, "a")
     register_group("a", comm)
     assert torch.equal(OPS.all_reduce(x, "a"), x)
+
+
+def test_two_threads_cannot_give_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 stops for a moment between its look for another group and the naming, and rank 1 names its own."""
+    looked, refused = threading.Event(), list[str]()
+
+    def checked(comm: qccl.Communicator) -> qccl.Communicator:
+        looked.set()
+        time.sleep(0.1)
+        return comm
+
+    def name(comm: qccl.Communicator) -> None:
+        try:
+            if comm.rank == 1:
+                patience.wait_until(looked.is_set)
+            register_group("c", comm)
+        except ArgumentError as error:
+            refused.append(str(error))
+        comm.barrier()
+
+    monkeypatch.setattr(ops, "checked_communicator", checked)
+    qccl.run_ranks(2, name)
+    assert len(refused) == 1 and "has the name 'c' already" in refused[0]
 
 
 @on_ranks(1)
