@@ -23,6 +23,7 @@ import torch
 from thread_ranks import on_ranks
 from torch._subclasses import FakeTensorMode
 from torch.utils import cpp_extension
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import qccl
 from qccl.base.errors import ArgumentError, EngineError, PeerLost
@@ -353,6 +354,39 @@ def test_a_compiled_rank_makes_all_calls_in_the_order_of_an_eager_one() -> None:
                 assert each is not None
                 mine = each.detach().numpy().tobytes()
                 assert comm.allgather(mine) == [mine, mine]
+
+
+@pytest.mark.slow
+@processes.on_ranks(2)
+def test_a_checkpoint_that_keeps_the_results_makes_no_call_twice() -> None:
+    """Eager, and compiled by Inductor on one rank. A checkpoint that keeps none makes each call again, going back."""
+    keep = partial(create_selective_checkpoint_contexts, [OPS.all_reduce.default])
+
+    def checkpointed(layers: torch.nn.Sequential, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=False, **how)
+        return x
+
+    with connected() as comm:
+        layers, x = torch.nn.Sequential(RowParallel(), RowParallel()), torch.linspace(-1, 1, 512).reshape(16, 32)
+
+        def trained(call: Any) -> tuple[int, list[torch.Tensor]]:
+            """The calls of a step, and its gradients."""
+            before, leaf = comm.calls, x.clone().requires_grad_()
+            layers.zero_grad()
+            call(layers, leaf).square().sum().backward()
+            found = [leaf.grad, *(each.grad for each in layers.parameters())]
+            return comm.calls - before, [each.clone() for each in found if each is not None]
+
+        calls, wanted = trained(lambda layers, x: layers(x))
+        assert (calls, len(wanted)) == (4, 7)
+        assert trained(checkpointed)[0] == 6
+        kept = partial(checkpointed, context_fn=keep)
+        for call in (kept, torch.compile(kept, fullgraph=True) if comm.rank == 0 else kept):
+            for _ in range(2):
+                calls, found = trained(call)
+                assert calls == 4
+                assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.slow
