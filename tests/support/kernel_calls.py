@@ -160,7 +160,7 @@ def assert_same_bits(found: np.ndarray | None, expected: np.ndarray | None, what
 
 KINDS = (
     "normal", "uniform", "constant", "zeros", "signed zeros", "subnormal", "negative", "huge", "overflowing sums",
-    "offset", "outliers", "one NaN", "one infinity", "special", "bit patterns",
+    "offset", "outliers", "blocks apart", "one NaN", "one infinity", "special", "bit patterns",
 )  # fmt: skip
 #: without NaN and infinity
 FINITE_KINDS = tuple(kind for kind in KINDS if kind not in ("one NaN", "one infinity", "special", "bit patterns"))
@@ -193,6 +193,9 @@ def hard_values(kind: str, count: int, dtype: str, rng: np.random.Generator) -> 
         x = 1000 + x / 100
     elif kind == "outliers":
         x = np.where(rng.random(count) < 0.01, x * 1000, x)
+    elif kind == "blocks apart":  # neighbouring blocks, of a bucket, too, have very different magnitudes
+        block, largest = int(rng.choice([8, 16, 32, 64, 128])), rng.choice([1, 1e9, 1e30])
+        x *= rng.choice([min(largest, large / 8), 1, tiny, tiny / 64], -(-count // block)).repeat(block)[:count]
     elif kind == "one NaN":
         x[rng.integers(0, count, min(count, 1))] = rng.choice([np.nan, -np.nan])
     elif kind == "one infinity":
