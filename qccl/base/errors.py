@@ -51,7 +51,7 @@ class PeerLost(QcclError, ConnectionError):
     """Another rank failed, left, or cannot be reached.
 
     Attributes:
-        rank: the number of that rank in the group; None if it is unknown, or if there are several.
+        rank: the number of that rank in the group; None if it is unknown, is in no group yet, or if there are several.
         reason: the reason that the rank gave, such as the type and the text of its exception; None if it gave none.
     """
 

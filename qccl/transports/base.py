@@ -122,20 +122,21 @@ def split_groups(group: Group, color: int | None, key: int, timeout: float) -> d
 
 
 @contextmanager
-def renumbered(maker: Group, ranks: Sequence[int]) -> Iterator[None]:
+def renumbered(maker: Group, ranks: Sequence[int | None]) -> Iterator[None]:
     """Let errors of a group that ``maker`` makes number ranks as ``maker`` does, whose failure they become.
 
-    ``ranks``: for each rank of the new group its number in ``maker``. Errors of ``maker`` itself, which the progress
-    hook raises, stay as they are, and so do errors that name no rank.
+    ``ranks``: for each rank of the new group its number in ``maker``, None if it joins. Errors of ``maker`` itself,
+    which the progress hook raises, stay as they are, and so do errors that name no rank.
     """
     try:
         yield
     except (PeerLost, MismatchError, CollectiveTimeout, EngineError) as error:
-        if not names_rank(str(error)) or (maker.engine is not None and error is maker.engine.end.failure):
+        is_makers = maker.engine is not None and error is maker.engine.end.failure
+        if is_makers or not names_rank(str(error)) or list(ranks) == list(range(maker.size)):
             raise
         lost = error.rank if isinstance(error, PeerLost) else None
         named = enumerate(ranks) if lost is None else [(lost, ranks[lost])]
-        numbers = ", ".join(f"rank {new} is rank {old} here" for new, old in named)
+        numbers = ", ".join(f"rank {new} {'joins' if old is None else f'is rank {old} here'}" for new, old in named)
         made = with_text(error, f"in a new group, whose {numbers}: {error}")
         if isinstance(made, PeerLost) and lost is not None:
             made.rank = ranks[lost]

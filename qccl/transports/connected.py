@@ -101,7 +101,7 @@ class ConnectedTransport(NativeTransport):
         self._own(wire)
         self._network, self._protection = network, protection
         self.membership: MembershipSocket | None = membership
-        self.rank, self.size = membership.rank, len(membership.members)
+        self.rank, self.size, self._members = membership.rank, len(membership.members), membership.members
         self.progress_hook = progress_hook
         places = [member.place for member in membership.members]
         self._watch = Watch(places, places[self.rank][0], membership.greeting)
@@ -244,7 +244,12 @@ class ConnectedTransport(NativeTransport):
             finally:
                 self._end(0)
 
-        return self._form(membership, network, self._protection, agree, timeout, self)
+        ranks = {member.id: rank for rank, member in enumerate(self._members)}
+        try:
+            return self._form(membership, network, self._protection, agree, timeout, self)
+        except QcclError:  # it numbers the ranks of the latest attempt's group
+            with renumbered(self, [ranks.get(member.id) for member in membership.members]):
+                raise
 
     def _drive(self) -> None:
         """Deliver sent messages, if the wire is not closed."""

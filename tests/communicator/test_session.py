@@ -18,6 +18,7 @@ import qccl
 from qccl.base.errors import MismatchError, PeerLost, own
 from qccl.meeting import regroup
 from qccl.meeting.network import Network
+from qccl.transports.base import renumbered
 from qccl.transports.connect import connected_transport
 
 SET_UP = {"barrier": lambda c: c.barrier(), "allgather": lambda c: c.allgather(b"1"), "split": lambda c: c.split(0)}
@@ -212,6 +213,59 @@ def test_a_rank_lost_in_a_split_has_its_number_in_the_group_that_is_split(transp
         assert caught.value.rank == comm._session.end.failure.rank == 2
 
     run_over(transport, 3, run)
+
+
+@needs_ucx
+def test_errors_of_shrink_number_the_ranks_of_the_group_that_shrinks(transport, monkeypatch):
+    """Ranks 1 and 2 are ranks 0 and 1 of the group of the failed attempt, and of the agreement that follows it."""
+    ended, alone, usual = threading.Barrier(3), threading.Barrier(2), connected_transport(transport)._connect_wire
+
+    def fail(made, addresses):
+        if made.size == 2:
+            raise PeerLost(f"rank {1 - made.rank} was lost", 1 - made.rank) if made.rank else MismatchError("of rank 1")
+        usual(made, addresses)
+
+    def run(comm):
+        comm.barrier()
+        if comm.rank == 0:
+            comm.abort("a test")
+            comm.transport.close()
+        ended.wait(60)
+        if comm.rank == 0:
+            return None
+        with monkeypatch.context() as patched:
+            patched.setattr(connected_transport(transport), "_connect_wire", fail)
+            kind, numbers = (MismatchError, "rank 0 is rank 1 here, rank 1 is rank 2 here: of rank 1")
+            if comm.rank == 2:
+                kind, numbers = PeerLost, "rank 0 is rank 1 here: rank 0 was lost"
+            with pytest.raises(kind, match=f"in a new group, whose {numbers}") as caught:
+                comm.shrink(20.0)
+            assert comm.rank == 1 or caught.value.rank == 1
+            alone.wait(60)
+        if comm.rank == 2:
+            text = r"rank 0 is rank 1 here, rank 1 is rank 2 here: ranks \[0\] neither answered within 0.3 s"
+            with pytest.raises(qccl.CollectiveTimeout, match=text):
+                comm.shrink(0.3)
+        alone.wait(60)
+        return together(comm)
+
+    assert run_over(transport, 3, run) == [None, 2, 2]
+
+
+def test_errors_of_grow_say_which_ranks_join():
+    made = [PeerLost("rank 2 was lost", 2), MismatchError("rank 0 sent 3 bytes to rank 2")]
+    texts = ["rank 2 joins: rank 2", "rank 0 is rank 1 here, rank 1 is rank 2 here, rank 2 joins: rank 0"]
+
+    def run(comm):
+        for error, text in zip(made, texts, strict=True):
+            with (
+                pytest.raises(type(error), match=f"in a new group, whose {text}") as caught,
+                renumbered(comm.transport, [1, 2, None]),
+            ):
+                raise error
+            assert getattr(caught.value, "rank", None) is None
+
+    qccl.run_ranks(1, run)
 
 
 @needs_ucx
