@@ -42,8 +42,8 @@ MODELS = {
 #: PyTorch's own reduction and hooks, and codecs: the order of the tables
 THEIRS = ("fp32", "fp16", "powersgd:4", "powersgd:1")
 OURS = (
-    *("minmax8", "minmax4+ef", "minmax2:bucket=256+ef", "levels2+ef", "levels4", "levels4/levels2"),
-    *("trellis4+ef", "trellis2+ef"),
+    *("minmax8", "minmax4+ef", "minmax2:bucket=256+ef", "levels2+ef", "levels2:rounding=stochastic+ef"),
+    *("levels4", "levels4/levels2", "trellis4+ef", "trellis2+ef"),
     "topk:k=96,block=4096,values=exp4/topk:k=192,block=4096,values=exp4+ef",
     "topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef",
     *("topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef+nesterov", "topk:k=0.01+ef"),
@@ -51,7 +51,7 @@ OURS = (
     *(f"diloco:period={period},outer_lr=1,momentum=0:trellis2+ef" for period in (4, 8)),
 )
 #: the methods of trainings by threads, unless others are given
-BY_THREADS = ("fp32", "minmax2:bucket=256+ef", "levels2+ef", "trellis2+ef", "levels4/levels2", "levels4")
+BY_THREADS = ("fp32", *OURS[2:7], "trellis2+ef")
 #: methods that an earlier version measured: SparseLoCo and DeMo are in docs/examples now
 EARLIER = ("sparseloco:period=15", "demo:lr=0.002,values=exp4")
 #: the methods of the section "rates", and of the section "long"
