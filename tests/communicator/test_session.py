@@ -218,11 +218,12 @@ def test_a_rank_lost_in_a_split_has_its_number_in_the_group_that_is_split(transp
 @needs_ucx
 def test_errors_of_shrink_number_the_ranks_of_the_group_that_shrinks(transport, monkeypatch):
     """Ranks 1 and 2 are ranks 0 and 1 of the group of the failed attempt, and of the agreement that follows it."""
-    ended, alone, usual = threading.Barrier(3), threading.Barrier(2), connected_transport(transport)._connect_wire
+    ended, failed, alone = threading.Barrier(3), threading.Barrier(2), threading.Barrier(2)
+    later, usual = threading.Event(), connected_transport(transport)._connect_wire
 
     def fail(made, addresses):
-        if made.size == 2:
-            raise PeerLost(f"rank {1 - made.rank} was lost", 1 - made.rank) if made.rank else MismatchError("of rank 1")
+        if made.size == 2 and not later.is_set():
+            raise PeerLost("rank 0 was lost", 0) if made.rank else MismatchError("of rank 1")
         usual(made, addresses)
 
     def run(comm):
@@ -233,15 +234,14 @@ def test_errors_of_shrink_number_the_ranks_of_the_group_that_shrinks(transport, 
         ended.wait(60)
         if comm.rank == 0:
             return None
-        with monkeypatch.context() as patched:
-            patched.setattr(connected_transport(transport), "_connect_wire", fail)
-            kind, numbers = (MismatchError, "rank 0 is rank 1 here, rank 1 is rank 2 here: of rank 1")
-            if comm.rank == 2:
-                kind, numbers = PeerLost, "rank 0 is rank 1 here: rank 0 was lost"
-            with pytest.raises(kind, match=f"in a new group, whose {numbers}") as caught:
-                comm.shrink(20.0)
-            assert comm.rank == 1 or caught.value.rank == 1
-            alone.wait(60)
+        kind, numbers = MismatchError, "rank 0 is rank 1 here, rank 1 is rank 2 here: of rank 1"
+        if comm.rank == 2:
+            kind, numbers = PeerLost, "rank 0 is rank 1 here: rank 0 was lost"
+        with pytest.raises(kind, match=f"in a new group, whose {numbers}") as caught:
+            comm.shrink(20.0)
+        assert comm.rank == 1 or caught.value.rank == 1
+        failed.wait(60)
+        later.set()
         if comm.rank == 2:
             text = r"rank 0 is rank 1 here, rank 1 is rank 2 here: ranks \[0\] neither answered within 0.3 s"
             with pytest.raises(qccl.CollectiveTimeout, match=text):
@@ -249,6 +249,7 @@ def test_errors_of_shrink_number_the_ranks_of_the_group_that_shrinks(transport, 
         alone.wait(60)
         return together(comm)
 
+    monkeypatch.setattr(connected_transport(transport), "_connect_wire", fail)
     assert run_over(transport, 3, run) == [None, 2, 2]
 
 
