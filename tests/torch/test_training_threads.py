@@ -6,12 +6,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("matplotlib")
-
-import resnet  # noqa: E402
-import training_threads as program  # noqa: E402
+import resnet
+import torch
+import training_threads as program
 
 
 def test_ranks_have_their_own_batches_and_rank_0_its_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
