@@ -12,7 +12,7 @@
 
 namespace QCCL_NAMESPACE {
 
-// The functions of host/lanes.h for one number.
+// The functions of host/lanes.h for one number. alike(x, n) is the number n, in as many lanes as x has.
 QCCL_FN float alike(float, float x) { return x; }
 QCCL_FN i32 alike(i32, i32 x) { return x; }
 QCCL_FN float to_floats(i32 x) { return (float)x; }
@@ -90,7 +90,7 @@ struct LevelTable {
   }
 };
 
-// Floats with a sign, `Exponent` and `Mantissa` bits: E2M1, E4M3 or E5M2. Codes are rounded to nearest even and clamped.
+// Floats of a sign bit, `Exponent` bits and `Mantissa` bits: E2M1, E4M3, E5M2. Codes are rounded to nearest even and clamped.
 template <int Exponent, int Mantissa>
 struct FloatTable {
   static constexpr int bits = 1 + Exponent + Mantissa, shift = 23 - Mantissa, bias = (1 << (Exponent - 1)) - 1;
@@ -118,21 +118,21 @@ struct FloatTable {
     const auto small = as_integer(as_float(magnitude + normal) - float_of((u32)normal));
     auto number = select(is_less(magnitude, alike(magnitude, 1 << 23)), small, magnitude + rebias);
     if constexpr (special < half) {  // a mantissa of E5M2 that is 0 means infinity
-      const auto infinite = (Exponent == 4 ? magnitude & 0 : magnitude & 0x7fffff) + kInfinite + (Exponent == 4 ? 0x400000 : 0);
+      const auto infinite = (magnitude & (Exponent == 4 ? 0 : 0x7fffff)) + (Exponent == 4 ? (i32)kQuietNan : kInfinite);
       number = select(is_less(magnitude, alike(magnitude, special << shift)), number, infinite);
     }
     return as_float(number + ((code & half) << (32 - bits)));
   }
 };
 
-// Scales of `levels`: 1/16 octaves down from the bucket's greatest magnitude.
+// Scales of `levels`: a code counts sixteenths of an octave below the bucket's greatest magnitude.
 struct OctaveScale {
   static constexpr u32 number_nbytes = 4;
   static constexpr i32 zero = 254, nan = 255, smallest = 253;
 
   QCCL_FN float number(i32 greatest) { return float_of((u32)greatest); }
 
-  // 16 times the binary logarithm of frame.unit over the scale wanted, to 0.02; from 0 to `smallest`.
+  // 16 times the binary logarithm of frame.unit over the scale wanted, at most 0.02 off; from 0 to `smallest`.
   template <class F>
   QCCL_FN F steps(const F& wanted, const BlockFrame& frame) {
     const F share = wanted / frame.unit;
@@ -183,16 +183,18 @@ struct PowerScale {
   }
 };
 
-// Scales of NVFP4: E4M3, times the bucket's number, for which the greatest number is that of E4M3 times that of E2M1.
+// Scales of NVFP4: an E4M3 number times the bucket's number. With the greatest of both, the greatest code means the bucket's
+// greatest magnitude.
 struct TensorScale {
-  static constexpr u32 number_nbytes = 4;
-  static constexpr i32 zero = 0, nan = 0x7f;
   using Table = FloatTable<4, 3>;
+  static constexpr u32 number_nbytes = 4;
+  static constexpr i32 zero = 0, nan = Table::special;
+  static constexpr float most = FloatTable<2, 1>::most;  // of the codes
 
-  QCCL_FN float number(i32 greatest) { return float_of((u32)greatest) / (448.0f * 6.0f); }
+  QCCL_FN float number(i32 greatest) { return float_of((u32)greatest) / (Table::most * most); }
   template <class F>
   QCCL_FN auto code(const F& wanted, const BlockFrame& frame) {
-    return Table::code(wanted / (frame.unit * 6.0f));
+    return Table::code(wanted / (frame.unit * most));
   }
   template <class I>
   QCCL_FN auto scale(const I& code, const BlockFrame& frame) {
@@ -200,21 +202,10 @@ struct TensorScale {
   }
 };
 
-// The same for a tensor whose number is not on the wire: E4M3 alone.
-struct PlainScale {
+// The same for a tensor whose number is not on the wire.
+struct PlainScale : TensorScale {
   static constexpr u32 number_nbytes = 0;
-  static constexpr i32 zero = 0, nan = 0x7f;
-  using Table = TensorScale::Table;
-
   QCCL_FN float number(i32) { return 1.0f; }
-  template <class F>
-  QCCL_FN auto code(const F& wanted, const BlockFrame&) {
-    return Table::code(wanted * (1.0f / 6.0f));
-  }
-  template <class I>
-  QCCL_FN auto scale(const I& code, const BlockFrame&) {
-    return Table::value(code);
-  }
 };
 
 template <class TableType, class ScaleType>
@@ -243,14 +234,23 @@ struct FormatOf<6> : BlockFormat<FloatTable<2, 1>, TensorScale> {};  // nvfp4
 template <>
 struct FormatOf<7> : BlockFormat<FloatTable<2, 1>, PlainScale> {};  // nvfp4 of an Encoded
 
-// The least squares of a block's scale: its factor. sums[k] is the sum, and counts[k] the number, of the values above edge(k), that
-// is of all values if k is 0. Values are magnitudes in units of the first scale, as integers in units of 1 / kFitUnit, so that
-// their sum does not depend on the order.
+// body(FormatOf<format>()), for a number that is known at run time.
+template <u32 Last = 7, class Body>
+QCCL_FN auto with_format(u32 format, const Body& body) {
+  if constexpr (Last > 0) {
+    if (format < Last) return with_format<Last - 1>(format, body);
+  }
+  return body(FormatOf<Last>());
+}
+
+// Magnitudes are fitted as integers, in units of the first scale / kFitUnit, so that their sums do not depend on the order.
 constexpr float kFitUnit = 0x1p20f;
-// The least first scale whose inverse times kFitUnit is a number. Blocks with a lesser one get the smallest scale in any case: a bucket's
-// number times `pre` is 2^-85 or more.
+// The least first scale whose inverse times kFitUnit is finite. Blocks with a lesser one get the smallest scale in any case: a
+// bucket's number times `pre` is 2^-85 or more.
 constexpr float kLeastFitted = 0x1p-105f;
 
+// The factor that makes a block's first scale the one of least squares. sums[k] and counts[k] are the sum and the number of the
+// magnitudes above edge(k); with k = 0, of all of the block.
 template <class Table, class I>
 QCCL_FN auto fit_ratio(const I* sums, const I* counts) {
   auto product = to_floats(sums[0]) * Table::positive(0);
@@ -265,7 +265,9 @@ QCCL_FN auto fit_ratio(const I* sums, const I* counts) {
 
 // Options: the format, the elements of a block, and whether the rounding is stochastic.
 struct Blocks : CodecDefaults {
-  QCCL_FN u32 bits(u32 format) { return format < 2 ? 8 : format < 4 ? format : 4; }
+  QCCL_FN u32 bits(u32 format) {
+    return with_format(format, [](auto of) { return (u32)decltype(of)::Table::bits; });
+  }
 
   template <class T>
   QCCL_FN u64 codes_nbytes(const BucketOptions& options, u64 n) {
@@ -273,9 +275,9 @@ struct Blocks : CodecDefaults {
   }
   template <class T>
   QCCL_FN u64 meta_nbytes(const BucketOptions& options, u64 n) {
-    const u32 format = options.options[0], block = options.options[1];
-    const bool has_number = format != 0 && format != 1 && format != 5 && format != 7;
-    return (has_number ? 4 : 0) + ((n + block - 1) / block + 3) / 4 * 4;
+    const u32 block = options.options[1];
+    const u64 number = with_format(options.options[0], [](auto of) { return decltype(of)::Scale::number_nbytes; });
+    return number + ((n + block - 1) / block + 3) / 4 * 4;
   }
 };
 

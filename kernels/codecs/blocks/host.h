@@ -21,7 +21,7 @@ QCCL_FN f32xN within_one(const f32xN& x) {
 #endif
 }
 
-// Cells of positions, each with one edge of levels at most: the code below the edge, and the edge.
+// Positions are divided into cells with at most one edge of levels each: a cell has the edge, and the code below it.
 #if defined(QCCL_AVX512)
 // The cell of a position is it times `scale`, rounded; cells below 0 follow the others.
 template <class Table>
@@ -114,7 +114,7 @@ QCCL_FN i32xN level_code(const f32xN& position) {
   return select(is_less(position, all_lanes(0.0f)), all_lanes(Table::top) - upper, upper);
 }
 
-// Numbers of a table in lanes, which repeats, at sixteen codes on the wire.
+// The numbers of sixteen codes on the wire. `table` has the number of each code, again and again in all lanes.
 #if defined(QCCL_AVX512) || defined(QCCL_AVX2)
 constexpr bool kTablesFit = true;
 template <int Bits>
@@ -153,9 +153,9 @@ struct BlockLoops {
   static constexpr u32 block = Rows * kLanes;
   static constexpr bool draws = Table::draws;
 
-  // Data of the blocks, for whole lanes of them.
+  // Data of the blocks, padded to whole lanes.
   alignas(64) i32 sizes[kMostBlocks];   // bits of the greatest magnitudes
-  alignas(64) i32 kept[kMostBlocks];    // the bits of codes that stay: none in a block that is not finite
+  alignas(64) i32 kept[kMostBlocks];    // masks of the codes: 0 makes the codes of a block that is not finite 0
   alignas(64) float scales[kMostBlocks], inverses[kMostBlocks];
   alignas(64) u8 bytes[kMostBlocks];
 

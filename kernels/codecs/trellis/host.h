@@ -53,7 +53,6 @@ QCCL_FN float greatest_lane(const f32xN& x) {
 #endif
 }
 
-
 QCCL_FN f32xN trellis_level(const i32xN& odd, const TrellisLevels& levels) {
   const f32xN u = to_floats(odd) * levels.step;
   return u * (u * u + 1.0f);
