@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from qccl.base.dtypes import DType
-from qccl.base.errors import CodecError
-from qccl.base.scalars import as_integer
-from qccl.codecs.base import BucketCodec, Kernel, Tile
-from qccl.codecs.checks import check_bucket, check_choice, check_integer, check_seed, keep
+from qccl.codecs.base import PLAIN_GRANULE, WARP_VALUES, BucketCodec, Kernel, Tile
+from qccl.codecs.checks import check_block, check_bucket, check_choice, check_integer, check_seed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +23,6 @@ __all__ = ["MXFP4", "MXFP8", "NVFP4", "Levels", "NVFP4Codes"]
 
 #: an array; the type checker cannot follow NumPy's arithmetic
 _Values = Any
-_MAX_BUCKET = 1024
 _BLOCKS = (16, 32, 64, 128)
 _SLOPE = {2: 0.82, 3: 0.73, 4: 0.61}
 _REACH = {2: 0.6, 3: 0.92, 4: 0.984}
@@ -122,12 +119,8 @@ class Levels(_Blocks):
 
     def __post_init__(self) -> None:
         check_integer(self, "bits", 2, 4)
-        block = as_integer(self.block)
-        if block not in _BLOCKS:
-            allowed = ", ".join(map(str, _BLOCKS))
-            raise CodecError(f"{self.name}: block={self.block!r} is not possible; allowed are {allowed}")
-        keep(self, "block", block)
-        check_bucket(self, "bucket", _MAX_BUCKET, step=block)
+        check_block(self, _BLOCKS)
+        check_bucket(self, "bucket", WARP_VALUES, step=self.block)
         check_choice(self, "rounding", ("nearest", "stochastic"))
         check_seed(self)
 
@@ -231,7 +224,7 @@ def _half_place(position: _Values, mantissa: int, least: int, most: float) -> _V
 class _Shared(_Blocks):
     """A format of OCP MX: a block of 32 shares a power of two."""
 
-    bucket = _MAX_BUCKET
+    bucket = PLAIN_GRANULE
     block = 32
     number_nbytes: ClassVar[int] = 0
 
@@ -298,7 +291,7 @@ class NVFP4(_Blocks):
     Raises CodecError for other values.
     """
 
-    bucket: int = _MAX_BUCKET
+    bucket: int = 1024
 
     name: ClassVar[str] = "nvfp4"
     block = 16
@@ -306,7 +299,7 @@ class NVFP4(_Blocks):
     _format = 6
 
     def __post_init__(self) -> None:
-        check_bucket(self, "bucket", _MAX_BUCKET, step=self.block)
+        check_bucket(self, "bucket", WARP_VALUES, step=self.block)
 
     def _scales(self, size: _Values, exists: _Values) -> _Values:
         import numpy as np

@@ -13,7 +13,7 @@ from qccl.base.removed import VALUES
 from qccl.base.scalars import as_bool, as_integer
 from qccl.codecs.base import MAX_BUCKET, Codec
 
-__all__ = ["check_bucket", "check_choice", "check_flag", "check_integer", "check_seed", "keep"]
+__all__ = ["check_block", "check_bucket", "check_choice", "check_flag", "check_integer", "check_seed", "keep"]
 
 
 def keep(codec: Codec, key: str, value: Any) -> None:
@@ -37,6 +37,14 @@ def check_bucket(codec: Codec, key: str, most: int = MAX_BUCKET, other: str = ""
     if value is None or not step <= value <= most or value % step:
         raise _refused(codec, key, f"multiples of {step} from {step} to {most}" + (f', and "{other}"' if other else ""))
     keep(codec, key, value)
+
+
+def check_block(codec: Codec, allowed: Sequence[int]) -> None:
+    """Check that the block has one of the sizes ``allowed``."""
+    value = as_integer(codec.block)  # type: ignore[attr-defined]
+    if value not in allowed:
+        raise _refused(codec, "block", ", ".join(map(str, allowed)))
+    keep(codec, "block", value)
 
 
 def check_choice(codec: Codec, key: str, allowed: Sequence[str]) -> None:

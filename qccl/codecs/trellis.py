@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from qccl.base.dtypes import DType
-from qccl.base.errors import CodecError
-from qccl.base.scalars import as_integer
 from qccl.codecs.base import BucketCodec, Kernel, Tile
-from qccl.codecs.checks import check_bucket, check_integer, keep
+from qccl.codecs.checks import check_block, check_bucket, check_integer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,10 +55,7 @@ class Trellis(BucketCodec):
         check_integer(self, "bits", 1, 8)
         check_bucket(self, "bucket", _MAX_BUCKET)
         check_integer(self, "outliers", 0, 16)
-        block = as_integer(self.block)
-        if block not in _BLOCKS:
-            raise CodecError(f"{self.name}: block={self.block!r} is not possible; allowed are {_listed(_BLOCKS)}")
-        keep(self, "block", block)
+        check_block(self, _BLOCKS)
 
     def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
         blocks = -(-count // self.block)
@@ -185,7 +180,3 @@ class Trellis(BucketCodec):
         lowest = np.clip(number - self._off, 0, self._top - 3)
         highest = np.clip(number + self._off, 3, self._top)
         return np.maximum(position - self._level(lowest), self._level(highest) - position)
-
-
-def _listed(numbers: tuple[int, ...]) -> str:
-    return ", ".join(map(str, numbers))
