@@ -12,11 +12,14 @@ from qccl.base.tensors import is_tensor
 from qccl.codecs.base import Codec
 from qccl.codecs.blocks import MXFP4, MXFP8, NVFP4, NVFP4Codes
 
-__all__ = ["Encoded"]
+__all__ = ["Encoded", "FloatBlocks"]
+
+#: codecs whose wire is the codes and scales of tensors in these formats
+FloatBlocks = MXFP8 | MXFP4 | NVFP4
 
 _E4M3, _E5M2, _E2M1, _E8M0 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2", "float8_e8m0fnu"
 #: by format: its codec on the wire, the element types of PyTorch for codes and scales, and the bits of a code
-_FORMATS: dict[str, tuple[MXFP8 | MXFP4 | NVFP4, str, str]] = {
+_FORMATS: dict[str, tuple[FloatBlocks, str, str]] = {
     "mxfp8": (MXFP8(), _E4M3, _E8M0),
     "mxfp8:type=e5m2": (MXFP8("e5m2"), _E5M2, _E8M0),
     "mxfp4": (MXFP4(), _E2M1, _E8M0),
@@ -36,7 +39,7 @@ class Encoded:
         format: "mxfp8", "mxfp8:type=e5m2", "mxfp4", "nvfp4", or the codec.
         tensor_scale: with NVFP4 the number, rounded to float32, by which all values are multiplied; a decoded output
             needs it. All ranks give the same, and it is not sent.
-        layout: of the scales. Only "row-major" is possible; kernels of matrix products often want "swizzled" ones.
+        layout: the order of the scales. Only "row-major" is possible; kernels of matrix products often want "swizzled".
 
     Raises CodecError for another format, layout or tensor scale, InvalidBufferError for arrays of other types.
     """
@@ -81,7 +84,7 @@ class Encoded:
         object.__setattr__(self, "tensor_scale", given)
 
     @property
-    def codec(self) -> MXFP8 | MXFP4 | NVFP4:
+    def codec(self) -> FloatBlocks:
         """The codec whose wire is the codes of a chunk, and then its scales."""
         return _FORMATS[str(self.format)][0]
 
@@ -101,7 +104,7 @@ class Encoded:
 
 
 def _bytes_of(array: Any, wanted: str, what: str) -> Any:
-    """A view of an array's bytes, where array libraries do not give the bytes of ``wanted`` otherwise."""
+    """A view of an array as uint8: array libraries do not pass arrays of the type ``wanted`` on."""
     dtype = getattr(array, "dtype", None)
     name = str(dtype).removeprefix("torch.")
     if dtype is None or name == "uint8":

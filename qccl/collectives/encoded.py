@@ -10,7 +10,7 @@ from typing import Any
 from qccl.base.arrays import Values, check_disjoint
 from qccl.base.dtypes import BYTES, FLOAT32
 from qccl.base.errors import ArgumentError, InvalidBufferError
-from qccl.codecs.blocks import MXFP4, MXFP8, NVFP4
+from qccl.codecs.encoded import FloatBlocks
 from qccl.codecs.none import NoCodec
 from qccl.collectives.all_gather import AllGatherSpec
 from qccl.collectives.all_to_all import AllToAllSpec
@@ -30,7 +30,7 @@ _WORD = FLOAT32.itemsize
 
 
 class _Encoded(CollectiveSpec):
-    """The part that both calls share: the arrays are "input" (codes), "input scales", and the same of the output.
+    """The part that both calls share. Arrays of codes are "input" and "output", of scales "input scales" and so on.
 
     Attributes:
         tensor_scale: the factor of decoded values, or None.
@@ -39,19 +39,15 @@ class _Encoded(CollectiveSpec):
 
     __slots__ = ()  # a base of classes with slots of their own
 
+    codec: FloatBlocks
     tensor_scale: float | None
     decodes: bool
-
-    @property
-    def _format(self) -> MXFP8 | MXFP4 | NVFP4:
-        assert isinstance(self.codec, MXFP8 | MXFP4 | NVFP4)
-        return self.codec
 
     @classmethod
     def named(cls, call: Call) -> dict[str, Values]:
         """Find the arrays, and check that codes and scales belong to whole numbers of elements."""
         (codec,), outputs = call.codecs, call.arrays[2:]
-        assert isinstance(codec, MXFP8 | MXFP4 | NVFP4)
+        assert isinstance(codec, FloatBlocks)
         arrays = _bytes_of(call, codec, call.arrays[:2], "x", writable=False)
         if call.own["decodes"]:
             return {"input": arrays[0], "input scales": arrays[1], "output": call.find(outputs[0], "out")}
@@ -65,7 +61,7 @@ class _Encoded(CollectiveSpec):
         whole, dtype, (codec,) = arrays[cls.whole], arrays["output"].dtype, call.codecs
         count = whole.count
         if whole.dtype is BYTES:
-            count = count * 8 // codec.code_bits  # type: ignore[union-attr]  # of the codec of an Encoded
+            count = count * 8 // codec.code_bits  # type: ignore[union-attr]  # named() has checked the codec
         name = FLOAT32.name if dtype is BYTES else dtype.name
         return cls._with_codecs(call, arrays, count, name, whole.order), arrays
 
@@ -80,14 +76,14 @@ class _Encoded(CollectiveSpec):
         return Binding(False, {name: values.address for name, values in arrays.items()})
 
     def _words(self, name: str, start: int, stop: int) -> tuple[Span, Span]:
-        """The codes and the scales of elements of an Encoded. Raises ArgumentError for parts of a word."""
-        block, bits = self._format.block, self._format.code_bits
+        """The codes and scales of elements of an Encoded. Raises ArgumentError if their scales are not whole words."""
+        block, bits = self.codec.block, self.codec.code_bits
         if start % (block * _WORD) or stop % (block * _WORD):
             what = "x" if name == "input" else "out"
             raise ArgumentError(
                 f"{self.name} of {self.codec.name} codes: the parts of the ranks must be multiples of {block * _WORD} "
-                f"elements, 4 bytes of scales, and one is elements {start} to {stop} of {what}; pad the tensor, or let "
-                f"qccl encode its values: codec={self.codec.name!r}"
+                f"elements, 4 bytes of scales, and a part is elements {start} to {stop} of {what}; pad the tensor, or "
+                f"let qccl encode its values: codec={self.codec.name!r}"
             )
         word = _WORD * 8
         codes = Span(name, start * bits // word, stop * bits // word)
@@ -187,13 +183,13 @@ class EncodedAllToAllSpec(_Encoded, AllToAllSpec):
 
 
 def _paired(words: tuple[Span, Span], wire: Span) -> Iterable[tuple[Span, Span]]:
-    """Codes and scales, each with its place in the wire of a chunk: the codes come first, and nothing between."""
+    """Codes and scales, each with its place in the wire of a chunk: the scales follow the codes, without padding."""
     middle = wire.start + len(words[0]) * _WORD
     return zip(words, (Span(wire.buffer, wire.start, middle), Span(wire.buffer, middle, wire.stop)), strict=True)
 
 
 def _bytes_of(
-    call: Call, codec: MXFP8 | MXFP4 | NVFP4, arrays: Sequence[Any], what: str, *, writable: bool
+    call: Call, codec: FloatBlocks, arrays: Sequence[Any], what: str, *, writable: bool
 ) -> tuple[Values, Values]:
     """The codes and the scales of an Encoded.
 

@@ -197,7 +197,7 @@ class Collectives:
         receives the decoded values, or an Encoded that shares no memory with ``x``; parts are multiples of 128 elements
         (64 with NVFP4), and ``codec`` is left out.
         """
-        if type(x) is Encoded or type(out) is Encoded:
+        if isinstance(x, Encoded) or isinstance(out, Encoded):
             return self._call(_GATHER_ENCODED, *_of_encoded(x, out, (counts,), options), out)
         return self._call(_ALL_GATHER, (x, out), (counts,), options, out)
 
@@ -217,7 +217,7 @@ class Collectives:
         means equal parts. A rank's part for itself is copied exactly. Other arguments: see quantized_allreduce. Returns
         ``out``, or its Work. ``x`` and ``out`` may be Encoded, as in quantized_all_gather.
         """
-        if type(x) is Encoded or type(out) is Encoded:
+        if isinstance(x, Encoded) or isinstance(out, Encoded):
             return self._call(_EXCHANGE_ENCODED, *_of_encoded(x, out, (send_counts, recv_counts), options), out)
         return self._call(_ALL_TO_ALL, (x, out), (send_counts, recv_counts), options, out)
 

@@ -102,6 +102,18 @@ def test_exactly_the_bytes_of_codes_and_scales_are_sent(name: str, collective: s
 
 
 @on_ranks(2)
+def test_an_instance_of_a_subclass_is_sent_alike(comm: qccl.Communicator) -> None:
+    class Named(Encoded):
+        pass
+
+    x, out = drawn("mxfp8", 256, comm.rank), empty("mxfp8", 512)
+    named = Named(x.codes, x.scales, "mxfp8")
+    comm.quantized_all_gather(named, out)
+    assert (out.codes.tobytes(), out.scales.tobytes()) == joined([drawn("mxfp8", 256, rank) for rank in range(2)])
+    comm.quantized_all_to_all(named, np.empty(256, np.float32))
+
+
+@on_ranks(2)
 def test_sums_of_encoded_tensors_are_refused(comm: qccl.Communicator) -> None:
     x = drawn("mxfp4", 256, 0)
     with pytest.raises(qccl.ArgumentError, match="Pass its values with codec='mxfp4'"):
