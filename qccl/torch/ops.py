@@ -32,8 +32,8 @@ __all__ = ["register_group"]
 _groups = weakref.WeakValueDictionary[str, Communicator]()
 _naming = threading.Lock()
 _library = torch.library.Library("qccl", "FRAGMENT")  # the operators exist as long as this object
-_operators: list[Any] = []  # those with an ordered effect
-_fault: Exception | None = None  # PyTorch has no such effect
+_operators: list[Any] = []  # all but all_reduce_, with an ordered effect
+_fault: Exception | None = None  # raised by a PyTorch without ordered effects
 
 
 def register_group(name: str, comm: Communicator) -> None:
@@ -41,13 +41,18 @@ def register_group(name: str, comm: Communicator) -> None:
 
     Each rank names its own communicator; ranks that are threads of one process need different names. The name does not
     keep the communicator alive. When it is closed or has failed, another one, such as shrink() makes, may get the name,
-    and compiled programs go on with that. Raises ArgumentError for the name of another group that is still usable.
+    and compiled programs go on with that. Raises ArgumentError for the name of another group that is still usable, for
+    a name that is not a text, and for a communicator that takes no calls.
     """
+    if not isinstance(name, str):
+        raise ArgumentError(f"the name of a group is a text, not {name!r}")
     with _naming:  # ranks that are threads name their communicators at the same time
         other = _groups.get(name)
         if other is not None and other is not comm and other.is_usable:
             raise ArgumentError(f"{other!r} has the name {name!r} already; close it first, or give {comm!r} another")
-        _groups[name] = checked_communicator(comm)
+        if not checked_communicator(comm).is_usable:
+            raise ArgumentError(f"{comm!r} takes no calls any more; make another communicator and name that {name!r}")
+        _groups[name] = comm
 
 
 def _group(name: str, size: int | None = None) -> Communicator:
@@ -103,7 +108,7 @@ def _all_gather(x: torch.Tensor, group_size: int, group_name: str, codec: str = 
 
 
 def _part(x: torch.Tensor, group_size: int, *_: Any) -> torch.Tensor:
-    rows, *others = x.shape or (1,)
+    rows, *others = _shape(x, group_size)
     if rows % group_size:
         raise ArgumentError(
             f"the first dimension of reduce_scatter's tensor, {tuple(x.shape)}, must be a multiple of "
@@ -113,8 +118,14 @@ def _part(x: torch.Tensor, group_size: int, *_: Any) -> torch.Tensor:
 
 
 def _whole(x: torch.Tensor, group_size: int, *_: Any) -> torch.Tensor:
-    rows, *others = x.shape or (1,)
+    rows, *others = _shape(x, group_size)
     return x.new_empty((group_size * rows, *others))
+
+
+def _shape(x: torch.Tensor, group_size: int) -> Sequence[int]:
+    if group_size < 1:  # a compiler sees it before _group() does
+        raise ArgumentError(f"group_size={group_size} is not possible; pass group_size=comm.size")
+    return x.shape or (1,)
 
 
 def _unfit(why: object) -> EngineError:

@@ -188,8 +188,19 @@ def test_a_name_keeps_no_group_alive(comm: qccl.Communicator) -> None:
 
 @on_ranks(1)
 def test_what_operators_refuse(comm: qccl.Communicator) -> None:
-    name, x = named(comm), torch.ones(4, 6)
+    name, x, closed = named(comm), torch.ones(4, 6), comm.split(0)
+    assert closed is not None
+    closed.close()
+
+    def compiled(operator: Any, group_size: int) -> None:
+        with FakeTensorMode() as mode:
+            operator(mode.from_tensor(x), group_size, name)
+
     texts = {
+        "group_size=0 is not possible; pass group_size=comm.size": lambda: compiled(OPS.reduce_scatter, 0),
+        "group_size=-1 is not possible; pass": lambda: compiled(OPS.all_gather, -1),
+        "the name of a group is a text, not 3": lambda: register_group(3, comm),  # type: ignore[arg-type]
+        "takes no calls any more; make another communicator and name that 'd'": lambda: register_group("d", closed),
         "the group 'tp 2' does not exist or is closed; make a communicator": lambda: OPS.all_reduce(x, "tp 2"),
         "written for group_size=2, and the group 'tp of rank 0' has 1 rank": lambda: OPS.all_gather(x, 2, name),
         "written for group_size=0, and": lambda: OPS.reduce_scatter(x, 0, name),
