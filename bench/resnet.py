@@ -1,6 +1,6 @@
 """A ResNet with batch normalisation, its data (images that this program makes) and its recipe: SGD.
 
-It is a recipe as those of docs/examples/loop.py. An image has two patterns at random places and noise. Its class is the
+It is a recipe for docs/examples/loop.py. An image has two patterns at random places and noise. Its class is the
 number of the stronger pattern. The quality is not perfect with any model, because both may be almost equally strong.
 """
 
@@ -73,7 +73,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def learning_rate(step: int) -> float:
-    """Of step 1, 2, ...: linear warm-up in 50 steps, then linear to zero after step 500.
+    """The rate of step 1, 2, ...: it rises linearly for 50 steps, then falls linearly to zero after step 500.
 
     With a constant rate the loss differs by 0.1 to 0.5 bits between two measurements of one training.
     """

@@ -4,8 +4,8 @@ It trains a model of docs/examples on 4 ranks, with PyTorch's DistributedDataPar
 qccl's codecs, its low-rank compression ("low_rank:4:minmax8+ef": rank 4, and the codec of the factors), and DiLoCo
 ("diloco:period=8,fragments=2,delay=3:trellis2+ef": its arguments, and the codec of the outer steps).
 ``--model`` is word_gpt, a word-level GPT with AdamW, byte_model, a byte-level model with SGD, or resnet, a ResNet of
-this folder with batch normalisation and SGD. The batch, schedule,
-learning rate and number of steps are the model's, and the same for all methods except in the section "rates".
+this folder with batch normalisation and SGD. The batch, schedule, learning rate and number of steps are the model's,
+and the same for all methods except in the section "rates".
 Sections:
 
 - "curves": validation quality by step, for several seeds, without a link: the results do not depend on it;
@@ -22,7 +22,7 @@ Sections:
 
 The target is the mean quality of fp32 after ``--budget`` steps, plus one standard deviation of its seeds. A method's
 time is that of its first step whose quality reaches the target; the learning rate of the language models is constant,
-so that all methods can.
+so that each method can reach it.
 Beside each step's time stands its limit, a lower bound: the link carries no byte of a gradient before the gradient is
 ready, and the computation takes its time. In the limit encoding and decoding take no time. The step without a link, in
 shared memory, shows how long they and PyTorch take while four ranks share the processors. Behind a link with a delay,
@@ -33,9 +33,8 @@ continued, and only what it lacks is measured. ``--write`` makes the tables of d
 figures docs/training.png and docs/training-all.png from the newest files of all models; with ``--sections ""`` nothing
 is measured.
 
-With ``--threads`` the ranks of "curves", "rates" and "long" are threads of one process, for less processor time
-and with the same bits of codecs (training_threads.py); a file of its own has the results, and the table in the page its
-own name.
+With ``--threads`` the ranks of "curves", "rates" and "long" are threads of one process (training_threads.py), which
+takes less processor time; codecs send the same bits. The results file and the table in the page have their own names.
 
 With another number of ranks (``--ranks 2 --sections steps``) the results file and the table in the page have their own
 names. On two cores, 2 ranks show the step without sharing a core. A file without curves has no times to the target.

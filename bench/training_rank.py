@@ -80,16 +80,24 @@ def _wrapped(module: Any, method: str, link: str | None = None) -> Any:
     return model
 
 
-def _measure_curve(task: dict[str, Any]) -> dict[str, Any]:
-    """Train, and return the quality every EVERY steps, and a digest of the parameters.
+def recipe_of(task: dict[str, Any]) -> Any:
+    """The recipe of a task's model, for its method.
 
     The task's "factor", if it has one, multiplies the learning rate.
     """
+    recipe = importlib.import_module(task["model"])
+    if "+nesterov" in task["method"]:
+        recipe = _without_momentum(recipe)
+    return _scaled(recipe, task["factor"]) if "factor" in task else recipe
+
+
+def _measure_curve(task: dict[str, Any]) -> dict[str, Any]:
+    """Train, and return the quality every EVERY steps, and a digest of the parameters."""
     import torch
     import torch.distributed as dist
     from loop import train
 
-    recipe = importlib.import_module(task["model"])
+    recipe = recipe_of(task)
     torch.manual_seed(task["seed"])
     model, number = recipe.make_model(), dist.get_rank()
     finish = None
@@ -98,10 +106,6 @@ def _measure_curve(task: dict[str, Any]) -> dict[str, Any]:
         recipe, finish = local_recipe(recipe, outer), outer.finish
     else:
         model = _wrapped(model, task["method"])
-    if "+nesterov" in task["method"]:
-        recipe = _without_momentum(recipe)
-    if "factor" in task:
-        recipe = _scaled(recipe, task["factor"])
     begin = time.monotonic()
     how = {"seed": task["seed"], "measures": number == 0, "every": EVERY, "positions": POSITIONS}
     curve = train(model, recipe, task["steps"], number, **how)

@@ -11,24 +11,26 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import inspect
 import sys
 import threading
 import time
 from typing import Any
 
 import torch
-from training_rank import EVERY, EXAMPLES, POSITIONS
+from training_rank import EVERY, EXAMPLES, POSITIONS, recipe_of
 from without_ddp import changed
 
 import qccl
+from qccl.torch.ddp import compress
 from qccl.torch.groups import Policy, form_groups
 from qccl.training.grouping import GROUP_NBYTES
 
 __all__ = ["curve"]
 
 #: elements from which compress() encodes a parameter, and seconds that a rank waits for the others' gradients
-_MIN_ELEMENTS, _PATIENCE = 4096, 600.0
-_parts = functools.cache(lambda recipe: recipe.corpus())  # reading the text takes seconds
+_MIN_ELEMENTS, _PATIENCE = inspect.signature(compress).parameters["min_elements"].default, 600.0
+_parts = functools.cache(lambda model: importlib.import_module(model).corpus())  # reading the text takes seconds
 
 
 def curve(ranks: int, task: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def curve(ranks: int, task: dict[str, Any]) -> dict[str, Any]:
     from loop import train
 
     torch.set_num_threads(1)
-    own = importlib.import_module(task["model"])
+    own, data = recipe_of(task), _parts(task["model"])
     torch.manual_seed(task["seed"])
     model = own.make_model()
     codec = "none" if task["method"] == "fp32" else task["method"]
@@ -60,7 +62,7 @@ def curve(ranks: int, task: dict[str, Any]) -> dict[str, Any]:
         buffers = [buffer.clone() for buffer in model.buffers()]  # DDP's ranks have those of rank 0
         for rank in range(1, ranks):
             model.zero_grad()
-            own.loss_of(model, own.random_batch(_parts(own)[0], generators[rank])).backward()
+            own.loss_of(model, own.random_batch(data[0], generators[rank])).backward()
             gradients[rank] = {p: p.grad for _, p in named}
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
@@ -72,7 +74,7 @@ def curve(ranks: int, task: dict[str, Any]) -> dict[str, Any]:
     def run(comm: qccl.Communicator) -> Any:
         try:
             if comm.rank == 0:
-                parts = {"corpus": lambda: _parts(own), "update": functools.partial(update, comm)}
+                parts = {"corpus": lambda: data, "update": functools.partial(update, comm)}
                 how = {"seed": task["seed"], "every": EVERY, "positions": POSITIONS}
                 return train(model, changed(own, **parts), task["steps"], 0, **how)
             for _ in range(task["steps"]):

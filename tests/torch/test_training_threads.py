@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import resnet
 import torch
@@ -14,11 +11,9 @@ import training_threads as program
 def test_ranks_have_their_own_batches_and_rank_0_its_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parameters are those of a loop that averages the gradients of both ranks; so are DDP's."""
     data = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(64) % resnet.CLASSES
-    recipe = SimpleNamespace(**vars(resnet) | {"corpus": lambda: (data, data)})
     monkeypatch.setattr(program, "EVERY", 1)
-    monkeypatch.setattr(program, "_parts", lambda own: own.corpus())
-    monkeypatch.setitem(sys.modules, "tiny", recipe)
-    task = {"model": "tiny", "method": "fp32", "seed": 3, "steps": 3}
+    monkeypatch.setattr(program, "_parts", lambda model: (data, data))
+    task = {"model": "resnet", "method": "fp32", "seed": 3, "steps": 3, "factor": 20.0}
     found = program.curve(2, task)
 
     torch.manual_seed(3)
@@ -27,7 +22,7 @@ def test_ranks_have_their_own_batches_and_rank_0_its_statistics(monkeypatch: pyt
     generators = [torch.Generator().manual_seed(3000 + rank) for rank in range(2)]
     curve = []
     for step in range(1, 4):
-        optimizer.param_groups[0]["lr"] = resnet.learning_rate(step)
+        optimizer.param_groups[0]["lr"] = 20 * resnet.learning_rate(step)
         gradients, statistics = [], []
         for generator in generators:
             optimizer.zero_grad()
