@@ -22,7 +22,6 @@ import pytest
 import torch
 from thread_ranks import on_ranks
 from torch._subclasses import FakeTensorMode
-from torch.utils import cpp_extension
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import qccl
@@ -224,7 +223,6 @@ import torch._higher_order_ops.effects as effects
 del effects._register_effectful_op
 import qccl, qccl.torch
 from torch._subclasses import FakeTensorMode
-from torch.utils import cpp_extension
 
 def body(comm):
     qccl.torch.register_group("tp", comm)
@@ -296,6 +294,8 @@ class ReducedLinear(torch.nn.Linear):
 @contextmanager
 def connected() -> Iterator[qccl.Communicator]:
     """The communicator "tp" of the process group; its timeout lets another rank compile on a busy machine."""
+    from torch.utils import cpp_extension  # imports setuptools, which warns
+
     inductor = torch._inductor.config
     inductor.fx_graph_cache = False  # it may have graphs of other versions of the operators
     torch._functorch.config.enable_autograd_cache = False
