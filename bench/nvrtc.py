@@ -107,10 +107,6 @@ class Program:
         """The compiled program as PTX, the text of NVIDIA's virtual instruction set."""
         return self._content("nvrtcGetPTX").decode().rstrip("\0 ")
 
-    def cubin(self) -> bytes:
-        """The compiled program as machine code of one architecture."""
-        return self._content("nvrtcGetCUBIN")
-
     def _content(self, function: str) -> bytes:
         size = ctypes.c_size_t()
         self._nvrtc.call(f"{function}Size", self._handle, ctypes.byref(size))
