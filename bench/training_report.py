@@ -51,7 +51,7 @@ OURS = (
     *(f"diloco:period={period},outer_lr=1,momentum=0:trellis2+ef" for period in (4, 8)),
 )
 #: the methods of trainings by threads, unless others are given
-BY_THREADS = ("fp32", *OURS[2:7], "trellis2+ef")
+BY_THREADS = ("fp32", *(method for method in OURS if method.startswith(("minmax2", "levels"))), "trellis2+ef")
 #: methods that an earlier version measured: SparseLoCo and DeMo are in docs/examples now
 EARLIER = ("sparseloco:period=15", "demo:lr=0.002,values=exp4")
 #: the methods of the section "rates", and of the section "long"
