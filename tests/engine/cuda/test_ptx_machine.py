@@ -92,6 +92,7 @@ FAULTS = [
     ("cvt.u64.u32 %rd5, %r9; add.s64 %rd5, %rd5, %rd4; ld.global.u32 %r3, [%rd5];", "uninitialised: the address"),
     (f"ld.shared.u32 %r4, [%r2]; {_STORE}", "uninitialised: stores"),
     ("mov.u32 %r5, 1; and.b32 %r5, %r5, %r9; st.global.u32 [%rd4], %r5;", "uninitialised: stores"),
+    ("mul.lo.u32 %r5, %r9, 4096; and.b32 %r5, %r5, 8191; st.global.u32 [%rd4], %r5;", "uninitialised: stores"),
     ("atom.global.add.u32 %r4, [%rd4], %r9;", "uninitialised: an atomic"),
     ("shfl.sync.bfly.b32 %r4, %r0, 1, 31, 0x7fffffff;", "mask"),
     (
@@ -119,6 +120,7 @@ def test_mistake_is_reported(body: str, message: str, monkeypatch: pytest.Monkey
     [
         "mov.u32 %r5, 0; and.b32 %r4, %r5, %r9;",  # a zero, whatever the other bit
         "shl.b32 %r4, %r9, 32;",
+        "mul.lo.u32 %r4, %r9, 4096; and.b32 %r4, %r4, 4095;",
         "mov.u32 %r5, 0; mov.b64 %rd5, {%r9, %r5}; shr.u64 %rd5, %rd5, 32; cvt.u32.u64 %r4, %rd5;",
         "mov.u32 %r5, 0; prmt.b32 %r4, %r9, %r5, 0x7654;",
         "mov.u32 %r5, 0; setp.eq.s32 %p0, %r5, 0; selp.b32 %r4, %r5, %r9, %p0;",

@@ -56,7 +56,8 @@ u64 bits_of(T value) {
 // How undefined bits of the sources spread to the result.
 enum class Spread {
   all,      // one undefined bit makes the whole result undefined
-  upwards,  // sums and products: from the lowest undefined bit on
+  upwards,  // sums: from the lowest undefined bit on
+  product,  // of the first two sources, plus the third: from the lowest bit on to which an undefined one adds
   both,     // and: unless the other bit is a zero
   either,   // or: unless the other bit is a one
   any,      // xor, not: the same bits
@@ -116,6 +117,11 @@ inline u64 undefined_result(const Operation& op, const Sources& x, const Sources
       return op.width;
     case Spread::upwards: {
       const u64 any = ua | ub | uc;
+      return (any | -any) & op.width;
+    }
+    case Spread::product: {
+      const auto lowest = [](u64 bits) { return bits & -bits; };
+      const u64 any = lowest(ua) * lowest(b | ub) | lowest(ub) * lowest(a | ua) | uc;
       return (any | -any) & op.width;
     }
     case Spread::both:

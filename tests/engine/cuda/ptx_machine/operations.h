@@ -21,8 +21,8 @@ namespace ptx {
   QCCL_OPERATION("add.b" N, upwards, QCCL_TYPES(T, T, T), [](T a, T b) -> T { return (T)(a + b); }),         \
   QCCL_OPERATION("sub.b" N, upwards, QCCL_TYPES(T, T, T), [](T a, T b) -> T { return (T)(a - b); }),         \
   QCCL_OPERATION("neg.b" N, upwards, QCCL_TYPES(T, T), [](T a) -> T { return (T)(0 - a); }),                 \
-  QCCL_OPERATION("mul.lo.b" N, upwards, QCCL_TYPES(T, T, T), [](T a, T b) -> T { return (T)((u64)a * b); }), \
-  QCCL_OPERATION("mad.lo.b" N, upwards, QCCL_TYPES(T, T, T, T),                                              \
+  QCCL_OPERATION("mul.lo.b" N, product, QCCL_TYPES(T, T, T), [](T a, T b) -> T { return (T)((u64)a * b); }), \
+  QCCL_OPERATION("mad.lo.b" N, product, QCCL_TYPES(T, T, T, T),                                              \
                  [](T a, T b, T c) -> T { return (T)((u64)a * b + c); }),                                    \
   QCCL_OPERATION("and.b" N, both, QCCL_TYPES(T, T, T), [](T a, T b) -> T { return (T)(a & b); }),            \
   QCCL_OPERATION("or.b" N, either, QCCL_TYPES(T, T, T), [](T a, T b) -> T { return (T)(a | b); }),           \
@@ -47,8 +47,8 @@ namespace ptx {
   QCCL_OPERATION("setp.ge." N, all, QCCL_TYPES(bool, T, T), [](T a, T b) -> bool { return a >= b; })
 
 #define QCCL_WIDE(T, N, W)                                                                                   \
-  QCCL_OPERATION("mul.wide." N, upwards, QCCL_TYPES(W, T, T), [](T a, T b) -> W { return (W)a * (W)b; }),    \
-  QCCL_OPERATION("mad.wide." N, upwards, QCCL_TYPES(W, T, T, W),                                             \
+  QCCL_OPERATION("mul.wide." N, product, QCCL_TYPES(W, T, T), [](T a, T b) -> W { return (W)a * (W)b; }),    \
+  QCCL_OPERATION("mad.wide." N, product, QCCL_TYPES(W, T, T, W),                                             \
                  [](T a, T b, W c) -> W { return (W)((std::make_unsigned_t<W>)((W)a * (W)b) + (std::make_unsigned_t<W>)c); })
 
 // An integer's lower bits, with their sign or zeros above: to a type of 16, 32 or 64 bits.
