@@ -114,7 +114,7 @@ struct CodedTile {
   static constexpr int bits = Coder::bits;
   using BucketMeta = Meta<Coder::floats>;
 
-  static constexpr int decode_blocks = 4, reduce_blocks = Coder::reduce_blocks;
+  static constexpr int encode_blocks = 4, decode_blocks = 4, reduce_blocks = Coder::reduce_blocks;
   static constexpr int state_blocks = Coder::draws ? 1 : 2;  // random words and state need more registers than two leave
 
   // The part of a received wire that a thread loads.

@@ -21,7 +21,7 @@ namespace QCCL_NAMESPACE {
 
 // A bucket that takes a block needs more registers than a multiprocessor has for four blocks.
 template <class Tile, class T, class S, Pass P>
-__global__ void __launch_bounds__(kThreads, S::lanes == kThreads ? 3 : 4)
+__global__ void __launch_bounds__(kThreads, S::lanes == kThreads ? 3 : Tile::encode_blocks)
 encode(const EncodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
   const BlockOfJob block = this_block(parameters);
@@ -218,18 +218,18 @@ QCCL_FN void reduce_unit(u32 number, const ReduceJob& job, const StateJob* state
 }
 
 // The blocks of a Reduce that must fit a multiprocessor. For sm_100 and newer the compiler needs a few more registers than two
-// blocks leave for 16-bit values, and would spill them.
-template <class T>
+// blocks leave for 16-bit values, or for a tile with few registers to spare, and would spill them.
+template <class Tile, class T>
 constexpr int fitting_blocks(int blocks) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-  return sizeof(typename T::Storage) == 2 ? 1 : blocks;
+  return sizeof(typename T::Storage) == 2 || Tile::encode_blocks < 4 ? 1 : blocks;
 #else
   return blocks;
 #endif
 }
 
 template <class Tile, class T, class S, Pass P, Combine Op>
-__global__ void __launch_bounds__(kThreads, fitting_blocks<T>(Tile::reduce_blocks))
+__global__ void __launch_bounds__(kThreads, fitting_blocks<Tile, T>(Tile::reduce_blocks))
 reduce(const ReduceJob* jobs, const BufferRef* sources, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
   const BlockOfJob block = this_block(parameters);
@@ -238,7 +238,7 @@ reduce(const ReduceJob* jobs, const BufferRef* sources, const __grid_constant__ 
 
 // A sum with state; R is the element type of residuals.
 template <class Tile, class T, class S, Pass P, class R>
-__global__ void __launch_bounds__(kThreads, fitting_blocks<T>(Tile::state_blocks))
+__global__ void __launch_bounds__(kThreads, fitting_blocks<Tile, T>(Tile::state_blocks))
 reduce_with_state(const StateJob* jobs, const BufferRef* sources, const __grid_constant__ Parameters parameters,
                   const __grid_constant__ Memory memory) {
   const BlockOfJob block = this_block(parameters);

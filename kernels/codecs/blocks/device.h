@@ -20,8 +20,8 @@ struct BlocksTile {
   using Table = typename FormatOf<Format>::Table;
   using Scale = typename FormatOf<Format>::Scale;
   static constexpr int bits = Table::bits;
-  static constexpr int decode_blocks = 4, reduce_blocks = 2;
-  static constexpr int state_blocks = 1;  // scales and state need more registers than two leave
+  // Scales need more registers than four blocks leave beside the values, and with a state more than two leave.
+  static constexpr int encode_blocks = 3, decode_blocks = bits > 4 ? 2 : 4, reduce_blocks = 2, state_blocks = 1;
   template <class T>
   static constexpr u32 block_lanes = Block / kPerVector<T>;
 

@@ -81,7 +81,7 @@ struct Float8Coder {
 // float16 and bfloat16.
 template <class W>
 struct HalfTile {
-  static constexpr int decode_blocks = 4, reduce_blocks = 2, state_blocks = 2;
+  static constexpr int encode_blocks = 4, decode_blocks = 4, reduce_blocks = 2, state_blocks = 2;
 
   template <class T, class S>
   struct Wire {

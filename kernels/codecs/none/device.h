@@ -6,7 +6,7 @@
 namespace QCCL_NAMESPACE {
 
 struct NoCodecTile {
-  static constexpr int decode_blocks = 4, reduce_blocks = 2, state_blocks = 2;
+  static constexpr int encode_blocks = 4, decode_blocks = 4, reduce_blocks = 2, state_blocks = 2;
 
   template <class T, class S>
   struct Wire {

@@ -75,17 +75,23 @@ def plain() -> Iterator[str]:
 
 
 def bucketed(number: int, everything: bool) -> Iterator[str]:
-    """Kernels of all codecs but none and minmax. Types, operations, and Reduce with and without state take turns."""
-    for i, rows in enumerate(TABLE.values()):
-        codec, turn = codecs.get(rows[0].spec), i + number
-        dtype = DTYPES[turn % 3]
-        yield from encode(codec, dtype)
-        for accumulate in (False, True):
-            yield from decode(codec, dtype, accumulate)
-        if everything or turn % 2:
-            yield from reduce(codec, dtype, OPS[0 if codec.sparse else turn % 3])
-        if everything or not turn % 2:
-            yield from reduce_with_state(codec, dtype)
+    """Kernels of all codecs but none and minmax, and of all formats of blocks.
+
+    Types, operations, and Reduce with and without state take turns; ``everything``: each codec has all types, and both.
+    """
+    chosen = [codecs.get(row.spec) for rows in TABLE.values() for row in rows]
+    first = {codec.name: codec for codec in reversed(chosen)}
+    chosen = [codec for codec in chosen if codec is first[codec.name] or codec.kernel().type == "Blocks"]
+    for i, codec in enumerate(chosen):
+        for turn in range(i + number, i + number + (3 if everything else 1)):
+            dtype = DTYPES[turn % 3]
+            yield from encode(codec, dtype)
+            for accumulate in (False, True):
+                yield from decode(codec, dtype, accumulate)
+            if everything or turn % 2:
+                yield from reduce(codec, dtype, OPS[0 if codec.sparse else turn % 3])
+            if everything or not turn % 2:
+                yield from reduce_with_state(codec, dtype)
 
 
 def decoded(number: int) -> Iterator[str]:
@@ -191,8 +197,11 @@ def check(found: dict[str, Usage], arch: int) -> None:
     for name, use in found.items():
         is_sparse = "::TopK" in name or "::RandomK" in name
         of_a_block = "encode<" in name and (f"Shape<{cuda_source.THREADS}" in name or is_sparse)
-        blocks = 2 if "reduce" in name or name.endswith("true>") else 3 if of_a_block else 4
-        if arch >= 100 and "::reduce" in name and "Tile" in name and "Float16" in name:  # see fitting_blocks()
+        of_a_block |= "encode<qccl::BlocksTile" in name
+        of_bytes = re.search(r"decode<qccl::BlocksTile<[01],", name)  # mxfp8
+        blocks = 2 if "reduce" in name or name.endswith("true>") or of_bytes else 3 if of_a_block else 4
+        scarce = "Float16" in name or "BlocksTile" in name
+        if arch >= 100 and "::reduce" in name and "Tile" in name and scarce:  # see fitting_blocks()
             blocks = 1
         if blocks == 4 and ("TrellisTile<7" in name or "TrellisTile<8" in name):  # see decode_blocks
             blocks = 3
