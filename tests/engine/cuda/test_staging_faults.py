@@ -137,12 +137,14 @@ def test_streams_go_on_after_a_failure_only_when_it_is_known():
 
 def test_aborting_lets_the_streams_go_on(world, cupy):
     """Nobody answers, and the caller's stream waits for the call: after abort() it ends all the same."""
+    left = threading.Barrier(2)
 
     def run(comm: qccl.Communicator) -> Any:
         x = fake_cuda.array(values(comm.rank, 3000), comm.rank)
         staged(comm, x)
         comm.check()
         comm.barrier()
+        left.wait(60)
         if comm.rank == 0:
             staged(comm, x)
             time.sleep(0.1)

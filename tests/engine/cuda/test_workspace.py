@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
+import threading
 from types import SimpleNamespace
 
 import fake_cuda
@@ -148,13 +149,16 @@ def test_one_rank_alone_needs_none(comm, world, cupy):
 def test_the_error_says_what_was_asked_for_and_who_holds_the_memory(world, cupy, tiny, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     pool = SimpleNamespace(total_bytes=lambda: 300, used_bytes=lambda: 200)
+    left = threading.Barrier(2)
 
     def run(comm):
         comm.barrier()
+        left.wait(60)
         monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: pool)
         world.free_memory = 4000
         with pytest.raises(qccl.EngineError) as caught:
             comm.quantized_allreduce(fake_cuda.array(values(comm.rank, LARGE), comm.rank), **CALL)
+        left.wait(60)
         comm.abort()
         return str(caught.value)
 
