@@ -52,7 +52,7 @@ struct GroupWire : Wire {
   // Connect rank `rank` to all others, once; `addresses` by rank. Throws WireError that names a
   // rank, and std::system_error.
   virtual void connect(int rank, const std::vector<std::string>& addresses, FindEnded find_ended) = 0;
-  // Advance transfers without reporting the completed ones, as poll() does.
+  // Advance transfers without reporting the completed ones, as poll() does; nor a fault before poll() has reported those.
   virtual void progress(std::uint64_t idle) = 0;
   virtual std::uint64_t set_up_completed() = 0;
   // Deliver sent messages, for at most `seconds`; then close the connections. From then on no transfer touches the

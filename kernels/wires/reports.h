@@ -76,7 +76,7 @@ class ReportingWire : public GroupWire {
     Lock lock(mutex_);
     advance(idle, lock);
     if (reports_.has_completed()) return reports_.take_completed(completed);
-    has_fault();  // the loss counts after everything that had come before it
+    has_fault();  // a loss counts after everything that had come before it: perhaps a message that says why
     reports_.raise_any(rank_, lock);
   }
 
@@ -84,6 +84,7 @@ class ReportingWire : public GroupWire {
     thread_.note_caller();
     Lock lock(mutex_);
     advance(idle, lock);
+    if (reports_.has_completed()) return;  // as in poll()
     has_fault();
     reports_.raise_fault(rank_, lock);
   }

@@ -135,9 +135,13 @@ def together(comm):
 @needs_ucx
 @pytest.mark.parametrize("kind", RAISED)
 @pytest.mark.parametrize("what", ["allgather", "split"])
-def test_an_exception_of_the_program(what, kind, transport):
-    """The other rank hears of it at once, whatever its type, and both go on together."""
-    raised = threading.Event()
+@pytest.mark.parametrize("late", [False, True])
+def test_an_exception_of_the_program(late, what, kind, transport):
+    """The other rank hears of it at once, whatever its type, and both go on together.
+
+    ``late``: it looks at its connections only when they have ended, and the message that says why waits there, too.
+    """
+    raised, gone = threading.Event(), threading.Event()
 
     def interrupt():
         raised.set()
@@ -149,9 +153,10 @@ def test_an_exception_of_the_program(what, kind, transport):
             comm.transport.progress_hook = interrupt
             with pytest.raises(kind, match="my time limit"):
                 SET_UP[what](comm)
+            gone.set()
         else:
             usual = comm.transport._exchange
-            comm.transport._exchange = lambda *arguments: raised.wait(30) and usual(*arguments)
+            comm.transport._exchange = lambda *arguments: (gone if late else raised).wait(30) and usual(*arguments)
             text = f"rank 0 gave up: {kind.__name__}: my time limit"
             with pytest.raises(PeerLost, match=text):
                 SET_UP[what](comm)
