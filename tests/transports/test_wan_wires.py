@@ -8,6 +8,7 @@ import resource
 import select
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import pytest
 from wan_wires import (
     ACK,
     ANNOUNCE,
+    BYE,
     DATA,
     HEAD,
     HELLO,
@@ -87,6 +89,24 @@ def test_what_came_before_the_end_of_a_connection_counts():
         raw.socket.close()
         poll_until(lambda: token in wire.done, wire)
         assert wire.data(token) == b"bytes"
+
+
+def test_what_came_before_a_write_failed_counts():
+    """A rank has given up, said why, and closed its connections; this one sends it something before it looks."""
+    with rank_0() as (wire, (raw,)):
+        wire.send(1, b"shows that the connection is up")
+        poll_until(lambda: select.select([raw.socket], [], [], 0)[0] != [], wire)
+        token = wire.receive(1, 5, exact=False)
+        raw.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets it
+        wire.poll()  # so that the wire's own thread does not look for a moment
+        raw.say(frame(DATA, b"bytes", total=5), frame(BYE))
+        raw.socket.close()
+        wire.send(1, b"more")
+        poll_until(lambda: token in wire.done, wire, seconds=10.0)
+        assert wire.data(token) == b"bytes"
+        wire.receive(1, 5)
+        with pytest.raises(Lost, match="it has closed its connections"):
+            poll_until(lambda: False, wire, seconds=10.0)
 
 
 def test_a_rank_gets_no_more_than_its_credit():

@@ -89,7 +89,7 @@ Link* Links::find(std::uint64_t id) {
 
 Link* Links::at(const Peer& peer, std::size_t slot) {
   Link* const link = find(peer.links[slot]);
-  return link && link->is_up ? link : nullptr;
+  return link && link->is_up && !link->is_broken ? link : nullptr;
 }
 
 bool Links::any_up(const Peer& peer) const {

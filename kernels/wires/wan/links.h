@@ -56,7 +56,7 @@ class Links {
   std::vector<std::uint64_t> ids() const;
   // The connection with an id; null: it has ended.
   Link* find(std::uint64_t id);
-  // The connection of a slot, if it is up.
+  // The connection of a slot, if it is up and not broken.
   Link* at(const Peer& peer, std::size_t slot);
   bool any_up(const Peer& peer) const;
 

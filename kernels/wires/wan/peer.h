@@ -23,6 +23,7 @@ struct Link {
   int peer = -1, slot = -1;
   bool is_caller = false, is_ready = false;  // the handshake is over
   bool is_up = false;                        // the handshake is over, and both sides are known
+  bool is_broken = false;                    // a write has failed; what has come is read before it is dropped
   bool is_patient = false;                   // TCP has no timeout
   bool has_tail = false;                     // nothing was sent behind its last frame
   std::uint64_t turn = 0;                    // when it was given its last frame, counted in frames

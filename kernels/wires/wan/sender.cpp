@@ -113,7 +113,7 @@ void Sender::write(Link& link, FramePointer frame) {
     link.connection->write([&] { return std::exchange(frame, nullptr); });
     links_.update(link);
   } catch (const StreamError&) {
-    links_.drop(link.id);
+    link.is_broken = true;
     if (frame) peer.out.again({frame});  // the connection has not even begun to write it
   }
 }

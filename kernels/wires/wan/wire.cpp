@@ -201,6 +201,7 @@ class Sites final : public ReportingWire {
   }
 
   void look_at(Link& link, double now, bool measures) {
+    if (link.is_broken) return links_.drop(link.id);
     if (is_silent(link, now) && group_.at(link.peer).down_since) group_.at(link.peer).down_since = now;
     if (!link.is_up) {
       if (now > link.until) links_.drop(link.id);
