@@ -25,7 +25,7 @@ enum class Kind : std::uint32_t {
               // of this rank, counted over its connections to the other one
   announce,   // message `index` with `tag` waits, because too many bytes wait for receives
   posted,     // the receive of that message is there
-  bye,        // the rank has closed the group, and everything that it sent has come
+  bye,        // the rank has closed the group; what it sent before on this connection has come
   probe,      // no content: its acknowledgement shows TCP that earlier packets were lost. A probe is not counted
 };
 

@@ -195,11 +195,10 @@ def check(found: dict[str, Usage], arch: int) -> None:
     spilling = {name: use for name, use in found.items() if use.stack or use.spilled}
     assert not spilling, f"kernels use local memory: {spilling}"
     for name, use in found.items():
-        is_sparse = "::TopK" in name or "::RandomK" in name
-        of_a_block = "encode<" in name and (f"Shape<{cuda_source.THREADS}" in name or is_sparse)
-        of_a_block |= "encode<qccl::BlocksTile" in name
+        large = (f"Shape<{cuda_source.THREADS}", "::TopK", "::RandomK", "::BlocksTile")
+        is_large = "encode<" in name and any(each in name for each in large)
         of_bytes = re.search(r"decode<qccl::BlocksTile<[01],", name)  # mxfp8
-        blocks = 2 if "reduce" in name or name.endswith("true>") or of_bytes else 3 if of_a_block else 4
+        blocks = 2 if "reduce" in name or name.endswith("true>") or of_bytes else 3 if is_large else 4
         scarce = "Float16" in name or "BlocksTile" in name
         if arch >= 100 and "::reduce" in name and "Tile" in name and scarce:  # see fitting_blocks()
             blocks = 1
